@@ -1,0 +1,186 @@
+"""Documents: from text files, or from the source text of the running Python's standard library."""
+
+import collections
+import dataclasses
+import glob
+import hashlib
+import json
+import pathlib
+import sysconfig
+from collections.abc import Iterator
+
+from calm_jax.errors import UserError
+
+# Folders of the standard library that are not its own source text: tests, and packages vendored by pip's installer.
+_NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip"}
+# Tables of character names and keywords' help texts: generated, not written.
+_GENERATED = {"encodings", "pydoc_data"}
+_SUFFIXES = (".txt", ".jsonl", ".json")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """`config.data`; every key is described in `configs/common.py`."""
+
+    train_files: str
+    validation_files: str
+    text_field: str
+    holdout_every: int
+    on_bad_record: str
+    shuffle_seed: int
+
+    def __post_init__(self):
+        if self.on_bad_record not in ("raise", "skip"):
+            raise UserError(f"data.on_bad_record={self.on_bad_record!r} must be 'raise' or 'skip'")
+        if self.holdout_every < 2:
+            raise UserError(f"data.holdout_every={self.holdout_every} must be at least 2")
+        if self.validation_files and not self.train_files:
+            raise UserError("data.validation_files needs data.train_files")
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A text and the name that decides whether it is held out."""
+
+    name: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """The two splits. `skipped` counts bad records by what was wrong with them."""
+
+    train: list[Document]
+    validation: list[Document]
+    skipped: dict[str, int]
+
+
+def standard_library_documents() -> list[Document]:
+    """Every source file of the running Python's standard library, sorted by path."""
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    documents = []
+    for path in sorted(root.rglob("*.py")):
+        folders = set(path.relative_to(root).parts[:-1])
+        if folders & (_NOT_SOURCE | _GENERATED):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a few files test other source encodings
+        documents.append(Document(path.relative_to(root).as_posix(), text))
+    if not documents:
+        raise UserError(
+            f"this Python has no source files in {root}; give text with --config.data.train_files=GLOB"
+        )
+    return documents
+
+
+def _files(globs: str, key: str) -> list[str]:
+    files: list[str] = []
+    for pattern in globs.split(","):
+        matches = sorted(glob.glob(pattern.strip(), recursive=True))
+        if not matches:
+            raise UserError(f"{key}: no file matches {pattern.strip()!r}")
+        files += matches
+    for file in files:
+        if not file.endswith(_SUFFIXES):
+            raise UserError(f"{key}: {file} is none of {', '.join(_SUFFIXES)}")
+    return files
+
+
+class _BadRecord(Exception):
+    """`reason` is for counting, `detail` for the person who has to find the record."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(reason)
+        self.reason, self.detail = reason, detail
+
+
+def _parse(line: bytes, text_field: str) -> str:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _BadRecord("invalid UTF-8", f"byte {error.start} is not valid UTF-8") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise _BadRecord("malformed JSON", f"not valid JSON ({error})") from error
+    if not isinstance(record, dict) or text_field not in record:
+        raise _BadRecord("missing field", f"no field {text_field!r}")
+    text = record[text_field]
+    if not isinstance(text, str):
+        raise _BadRecord("not text", f"field {text_field!r} is {type(text).__name__}, not a string")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _BadRecord("lone surrogate", f"field {text_field!r} has a lone surrogate") from error
+    return text
+
+
+def _read_file(file: str, text_field: str) -> Iterator[Document | tuple[str, _BadRecord]]:
+    name = pathlib.Path(file).name
+    if file.endswith(".txt"):
+        try:
+            yield Document(name, pathlib.Path(file).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            bad = _BadRecord("invalid UTF-8", f"byte {error.start} is not valid UTF-8")
+            yield file, bad
+        return
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                yield Document(f"{name}:{number}", _parse(line, text_field))
+            except _BadRecord as bad:
+                yield f"{file}, line {number}", bad
+
+
+def _read(globs: str, key: str, config: DataConfig, skipped: collections.Counter) -> list[Document]:
+    documents = []
+    for file in _files(globs, key):
+        try:
+            for item in _read_file(file, config.text_field):
+                if isinstance(item, Document):
+                    if item.text:
+                        documents.append(item)
+                    continue
+                where, bad = item
+                if config.on_bad_record == "raise":
+                    raise UserError(
+                        f"{where}: {bad.detail}; mend it, or leave such records out with "
+                        "--config.data.on_bad_record=skip"
+                    )
+                skipped[bad.reason] += 1
+        except OSError as error:
+            raise UserError(f"{key}: {file} cannot be read: {error.strerror}") from error
+    if not documents:
+        raise UserError(f"{key}={globs!r} holds no text")
+    return documents
+
+
+def is_held_out(name: str, every: int) -> bool:
+    """Whether a document of this name is in the validation split, for one document in `every`."""
+    digest = hashlib.blake2b(name.encode("utf-8"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % every == 0
+
+
+def load_corpus(config: DataConfig) -> Corpus:
+    """Reads both splits. Raises `UserError` on files that are missing, bad or empty."""
+    skipped: collections.Counter = collections.Counter()
+    if config.train_files:
+        documents = _read(config.train_files, "data.train_files", config, skipped)
+    else:
+        documents = standard_library_documents()
+    if config.validation_files:
+        validation = _read(config.validation_files, "data.validation_files", config, skipped)
+        return Corpus(documents, validation, dict(skipped))
+    held_out = [is_held_out(document.name, config.holdout_every) for document in documents]
+    train = [document for document, out in zip(documents, held_out, strict=True) if not out]
+    validation = [document for document, out in zip(documents, held_out, strict=True) if out]
+    for split, other in ((train, "validation"), (validation, "training")):
+        if not split:
+            raise UserError(
+                f"data.train_files: all {len(documents)} documents fall into the {other} split (1 in "
+                f"{config.holdout_every} is held out); name other files for validation with "
+                "--config.data.validation_files=GLOB"
+            )
+    return Corpus(train, validation, dict(skipped))

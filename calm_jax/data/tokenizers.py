@@ -1,0 +1,283 @@
+"""Tokenizers behind one small interface: SentencePiece, Llama 3, plain bytes.
+
+Text never turns into a special token: a document that spells out `<|end_of_text|>` is encoded as
+those characters.
+"""
+
+import abc
+import base64
+import binascii
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import sentencepiece
+import tokenizers
+
+from calm_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerConfig:
+    """`config.tokenizer`; every key is described in `configs/common.py`."""
+
+    kind: str
+    path: str
+    vocab_size: int
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise UserError(f"tokenizer.kind={self.kind!r} is none of {', '.join(KINDS)}")
+        if self.kind == "llama3" and not self.path:
+            raise UserError(
+                "tokenizer.path is empty: tokenizer.kind='llama3' needs Llama 3's tokenizer.model (tiktoken ranks) or "
+                "tokenizer.json; or choose --config.tokenizer.kind=sentencepiece or bytes"
+            )
+        if self.kind == "bytes" and self.path:
+            raise UserError(f"tokenizer.path={self.path!r}: tokenizer.kind='bytes' reads no file")
+        if self.kind == "sentencepiece" and not self.path and self.vocab_size < 300:
+            raise UserError(
+                f"tokenizer.vocab_size={self.vocab_size} must be at least 300: 256 bytes, 4 special tokens and some text"
+            )
+
+
+class Tokenizer(abc.ABC):
+    """Text to token ids and back. Lossless: `decode(encode(text)) == text` for every valid text.
+
+    model: the bytes that define it, as they are saved in a workdir.
+    """
+
+    kind: str
+    vocab_size: int
+    bos_id: int
+    eos_id: int
+    pad_id: int
+
+    def __init__(self, model: bytes):
+        self.model = model
+
+    @abc.abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without bos or eos."""
+
+    @abc.abstractmethod
+    def _decode_text(self, ids: list[int]) -> str:
+        """Text of ids that are no special tokens; bytes that are no UTF-8 become U+FFFD."""
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids; bos, eos and pad are left out."""
+        special = {self.bos_id, self.eos_id, self.pad_id}
+        return self._decode_text([int(token) for token in ids if int(token) not in special])
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for two tokenizers exactly when they are the same."""
+        return hashlib.sha256(self.kind.encode() + b"\0" + self.model).hexdigest()[:16]
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Writes `model` and a description into `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model").write_bytes(self.model)
+        description = {
+            "kind": self.kind,
+            "fingerprint": self.fingerprint,
+            "vocab_size": self.vocab_size,
+            "bos_id": self.bos_id,
+            "eos_id": self.eos_id,
+            "pad_id": self.pad_id,
+        }
+        (folder / "description.json").write_text(json.dumps(description, indent=2) + "\n")
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes, then bos, eos and pad."""
+
+    kind = "bytes"
+    vocab_size, bos_id, eos_id, pad_id = 259, 256, 257, 258
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode("utf-8")) for text in texts]
+
+    def _decode_text(self, ids: list[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model that has bos, eos and pad."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, model: bytes):
+        super().__init__(model)
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise UserError("tokenizer: the file is no SentencePiece model") from error
+        self.vocab_size = self._processor.get_piece_size()
+        self.bos_id = self._processor.bos_id()
+        self.eos_id = self._processor.eos_id()
+        self.pad_id = self._processor.pad_id()
+        for name in ("bos_id", "eos_id", "pad_id"):
+            if getattr(self, name) < 0:
+                raise UserError(f"tokenizer: the SentencePiece model has no {name}; CALM needs it")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._processor.encode(list(texts))
+
+    def _decode_text(self, ids: list[int]) -> str:
+        return self._processor.decode(ids)
+
+
+class Llama3Tokenizer(Tokenizer):
+    """Llama 3's byte-level BPE and one added pad token.
+
+    Reads `tokenizer.model` (tiktoken's ranks: a base64 token and its rank on each line) or `tokenizer.json`.
+    """
+
+    kind = "llama3"
+    # How Llama 3 cuts text into words before BPE (published with its tokenizer).
+    _WORDS = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    _NUM_SPECIAL = 256
+    _BOS, _EOS = "<|begin_of_text|>", "<|end_of_text|>"
+
+    def __init__(self, model: bytes):
+        super().__init__(model)
+        if model.lstrip()[:1] == b"{":
+            self._read_json(model)
+        else:
+            self._read_ranks(model)
+        self.vocab_size = self.pad_id + 1
+
+    def _read_json(self, model: bytes) -> None:
+        try:
+            self._bpe = tokenizers.Tokenizer.from_str(model.decode("utf-8"))
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(f"tokenizer: the file is no tokenizer.json ({error})") from error
+        for name, token in (("bos_id", self._BOS), ("eos_id", self._EOS)):
+            token_id = self._bpe.token_to_id(token)
+            if token_id is None:
+                raise UserError(f"tokenizer: tokenizer.json has no {token}, as Llama 3's has")
+            setattr(self, name, token_id)
+        self._bpe.encode_special_tokens = True
+        pad_id = self._bpe.token_to_id("[PAD]")
+        self.pad_id = self._bpe.get_vocab_size() if pad_id is None else pad_id
+
+    def _read_ranks(self, model: bytes) -> None:
+        ranks: dict[bytes, int] = {}
+        try:
+            for line in io.BytesIO(model):
+                if line.strip():
+                    token, rank = line.split()
+                    ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise UserError(
+                "tokenizer: the file is neither Llama 3's tiktoken ranks nor a tokenizer.json"
+            ) from error
+        if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
+            raise UserError("tokenizer: the ranks are not 0, 1, 2, ... without gaps")
+        self.bos_id, self.eos_id = len(ranks), len(ranks) + 1
+        self.pad_id = len(ranks) + self._NUM_SPECIAL
+
+        letter = _byte_letters()
+        spell = {token: "".join(letter[byte] for byte in token) for token in ranks}
+        merges = []
+        for token in sorted(ranks, key=ranks.__getitem__):
+            pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+            pairs = [(a, b) for a, b in pairs if a in ranks and b in ranks]
+            pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+            merges += [(spell[a], spell[b]) for a, b in pairs]
+        vocabulary = {spell[token]: rank for token, rank in ranks.items()}
+        self._bpe = tokenizers.Tokenizer(
+            tokenizers.models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True)
+        )
+        words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(self._WORDS), "isolated")
+        as_letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        self._bpe.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, as_letters])
+        self._bpe.decoder = tokenizers.decoders.ByteLevel()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encoded = self._bpe.encode_batch(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
+
+    def _decode_text(self, ids: list[int]) -> str:
+        return self._bpe.decode(ids)
+
+
+def _byte_letters() -> dict[int, str]:
+    """GPT-2's printable letter for each byte, which byte-level BPE vocabularies are written in."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable}
+    return letters | {byte: chr(256 + place) for place, byte in enumerate(others)}
+
+
+KINDS = {cls.kind: cls for cls in (SentencePieceTokenizer, Llama3Tokenizer, ByteTokenizer)}
+
+
+def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
+    """A lossless BPE model with byte fallback, trained on `texts`."""
+    # SentencePiece drops sentences longer than its limit, so documents are handed over in pieces.
+    piece = 4000
+    pieces = (text[i : i + piece] for text in texts for i in range(0, len(text), piece))
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=pieces,
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            max_sentence_length=4 * piece,
+            character_coverage=0.999,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=3,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise UserError(
+            f"tokenizer.vocab_size={vocab_size}: SentencePiece cannot train on this corpus ({str(error).splitlines()[-1]})"
+        ) from error
+    return model.getvalue()
+
+
+def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer that the config describes; `texts` are read only if it is to be trained."""
+    if config.path:
+        try:
+            model = pathlib.Path(config.path).read_bytes()
+        except OSError as error:
+            raise UserError(
+                f"tokenizer.path={config.path!r} cannot be read: {error.strerror}"
+            ) from error
+    elif config.kind == "sentencepiece":
+        model = _train_sentencepiece(texts, config.vocab_size)
+    else:
+        model = b""
+    return KINDS[config.kind](model)
+
+
+def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
+    """Reads what `Tokenizer.save` wrote, and checks that it is whole."""
+    try:
+        description = json.loads((folder / "description.json").read_text())
+        tokenizer = KINDS[description["kind"]]((folder / "model").read_bytes())
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder} holds no readable tokenizer ({error})") from error
+    if tokenizer.fingerprint != description["fingerprint"]:
+        raise UserError(f"{folder}/model is damaged: its fingerprint is not the one that was saved")
+    return tokenizer

@@ -1,0 +1,183 @@
+"""Which published tensor is which parameter, as one table for each kind of model.
+
+A row is (parameter, published name, transform). `{i}` in a published name counts the layers that are
+stacked along the parameter's first axis, from the row's first layer on. A transform turns one
+published tensor into one parameter (of one layer), and back.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+import flax.traverse_util
+import numpy as np
+
+from calm_jax.errors import UserError
+from calm_jax.models.autoencoder import AutoencoderConfig
+from calm_jax.models.transformer import TransformerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Transform:
+    """`read` takes a published tensor to a parameter, `write` takes it back."""
+
+    read: Callable[[np.ndarray], np.ndarray]
+    write: Callable[[np.ndarray], np.ndarray]
+
+
+# A published Linear is stored [out, in], the transpose of a kernel here.
+SAME = Transform(lambda x: x, lambda x: x)
+LINEAR = Transform(lambda x: x.T, lambda x: x.T)
+
+
+def heads_out(num_heads: int) -> Transform:
+    """A projection to heads: [H*A, D] <-> [D, H, A]."""
+    return Transform(
+        lambda x: x.T.reshape(x.shape[1], num_heads, -1),
+        lambda x: x.reshape(x.shape[0], -1).T,
+    )
+
+
+def heads_in(num_heads: int) -> Transform:
+    """A projection from heads: [D, H*A] <-> [H, A, D]."""
+    return Transform(
+        lambda x: x.T.reshape(num_heads, -1, x.shape[0]),
+        lambda x: x.reshape(-1, x.shape[-1]).T,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """`num_layers` 0 means that the parameter is not stacked."""
+
+    parameter: str
+    published: str
+    transform: Transform = SAME
+    num_layers: int = 0
+    first_layer: int = 0
+
+    def published_names(self) -> list[str]:
+        if not self.num_layers:
+            return [self.published]
+        layers = range(self.first_layer, self.first_layer + self.num_layers)
+        return [self.published.format(i=layer) for layer in layers]
+
+
+def _linear(parameter: str, published: str) -> Iterator[Row]:
+    yield Row(f"{parameter}/kernel", f"{published}.weight", LINEAR)
+    yield Row(f"{parameter}/bias", f"{published}.bias")
+
+
+def _layer_norm(parameter: str, published: str) -> Iterator[Row]:
+    yield Row(f"{parameter}/scale", f"{published}.weight")
+    yield Row(f"{parameter}/bias", f"{published}.bias")
+
+
+def _swiglu(parameter: str, published: str) -> Iterator[Row]:
+    for name in ("gate", "up", "down"):
+        yield Row(f"{parameter}/{name}/kernel", f"{published}.{name}_proj.weight", LINEAR)
+
+
+def _stacked(rows: Iterator[Row], num_layers: int, first_layer: int = 0) -> Iterator[Row]:
+    for row in rows:
+        yield dataclasses.replace(row, num_layers=num_layers, first_layer=first_layer)
+
+
+def autoencoder_rows(config: AutoencoderConfig) -> list[Row]:
+    """The table of an autoencoder. `decoder.lm_head_weight` is the embedding once more."""
+
+    def layers(parameter: str, published: str) -> Iterator[Row]:
+        yield Row(f"{parameter}/norm/scale", f"{published}.{{i}}.layernorm.weight")
+        yield from _swiglu(f"{parameter}/mlp", f"{published}.{{i}}.mlp")
+
+    encoder_half, decoder_half = config.num_encoder_layers // 2, config.num_decoder_layers // 2
+    encoder, decoder = "encoder.encoder_layers", "decoder.decoder_layers"
+    return [
+        Row("embed/embedding", "encoder.embed_tokens.weight"),
+        *_stacked(layers("encoder_token_layers", encoder), encoder_half),
+        *_linear("squeeze", "encoder.squeeze_layer"),
+        *_stacked(layers("encoder_chunk_layers", encoder), encoder_half, encoder_half),
+        Row("encoder_norm/scale", "encoder.norm.weight"),
+        *_linear("to_posterior", "encoder.hidden_to_latent"),
+        *_linear("from_latent", "decoder.latent_to_hidden"),
+        *_stacked(layers("decoder_chunk_layers", decoder), decoder_half),
+        *_linear("expand", "decoder.expand_layer"),
+        *_stacked(layers("decoder_token_layers", decoder), decoder_half, decoder_half),
+        Row("decoder_norm/scale", "decoder.norm.weight"),
+    ]
+
+
+def backbone_rows(config: TransformerConfig) -> list[Row]:
+    """The table of the chunk embedding and the transformer, for every latent head."""
+
+    def layer() -> Iterator[Row]:
+        parameter, published = "backbone/layers", "transformer.layers.{i}"
+        attention = f"{published}.self_attn"
+        for name, letter, heads in (
+            ("query", "q", config.num_heads),
+            ("key", "k", config.num_kv_heads),
+            ("value", "v", config.num_kv_heads),
+        ):
+            kernel = f"{parameter}/attention/{name}/kernel"
+            yield Row(kernel, f"{attention}.{letter}_proj.weight", heads_out(heads))
+        output = f"{parameter}/attention/output/kernel"
+        yield Row(output, f"{attention}.o_proj.weight", heads_in(config.num_heads))
+        yield from _swiglu(f"{parameter}/mlp", f"{published}.mlp")
+        yield Row(f"{parameter}/attention_norm/scale", f"{published}.input_layernorm.weight")
+        yield Row(f"{parameter}/mlp_norm/scale", f"{published}.post_attention_layernorm.weight")
+
+    return [
+        Row("embed/tokens/embedding", "transformer.embed_tokens.weight"),
+        *_linear("embed/up", "embed_proj.0"),
+        *_linear("embed/down", "embed_proj.2"),
+        *_layer_norm("embed/norm", "embed_proj.3"),
+        *_stacked(layer(), config.num_layers),
+        Row("backbone/norm/scale", "transformer.norm.weight"),
+    ]
+
+
+def energy_head_rows(num_blocks: int) -> list[Row]:
+    """The table of an energy head. The published file holds it twice; `generative_head.` is a copy."""
+
+    def block() -> Iterator[Row]:
+        parameter, published = "head/blocks", "mlp_generator.mlp_blocks.{i}"
+        yield from _layer_norm(f"{parameter}/norm", f"{published}.in_ln")
+        yield Row(f"{parameter}/input_kernel", f"{published}.linears.0.weight", LINEAR)
+        yield Row(f"{parameter}/input_bias", f"{published}.linears.0.bias")
+        yield from _linear(f"{parameter}/hidden", f"{published}.linears.2")
+        yield from _linear(f"{parameter}/gate_up", f"{published}.linears.4")
+        yield from _linear(f"{parameter}/down", f"{published}.down_proj")
+
+    return [
+        *_linear("head/noise", "mlp_generator.noise_embd"),
+        *_layer_norm("head/noise_norm", "mlp_generator.norm_noise"),
+        *_linear("head/hidden", "mlp_generator.hidden_embd"),
+        *_layer_norm("head/hidden_norm", "mlp_generator.norm_hidden"),
+        *_stacked(block(), num_blocks),
+        *_layer_norm("head/output_norm", "mlp_generator.final_layer.in_ln"),
+        *_linear("head/output_hidden", "mlp_generator.final_layer.linears.0"),
+        *_linear("head/output", "mlp_generator.final_layer.linears.2"),
+    ]
+
+
+def read_parameters(rows: list[Row], tensors: Mapping[str, np.ndarray]) -> dict:
+    """Published tensors -> a nested dict of parameters. Raises `UserError` for a missing name."""
+    flat = {}
+    for row in rows:
+        missing = [name for name in row.published_names() if name not in tensors]
+        if missing:
+            raise UserError(f"the checkpoint has no tensor {missing[0]}")
+        layers = [row.transform.read(tensors[name]) for name in row.published_names()]
+        flat[row.parameter] = np.stack(layers) if row.num_layers else layers[0]
+    return flax.traverse_util.unflatten_dict(flat, sep="/")
+
+
+def write_parameters(rows: list[Row], params: Mapping) -> dict[str, np.ndarray]:
+    """A nested dict of parameters (or of their gradients) -> published tensors by name."""
+    flat = flax.traverse_util.flatten_dict(params, sep="/")
+    tensors = {}
+    for row in rows:
+        value = np.asarray(flat[row.parameter])
+        layers = value if row.num_layers else [value]
+        for name, layer in zip(row.published_names(), layers, strict=True):
+            tensors[name] = row.transform.write(layer)
+    return tensors

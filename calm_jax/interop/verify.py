@@ -1,0 +1,129 @@
+"""Parity with the published PyTorch code: recorded draws in, every number compared.
+
+    python -m calm_jax.interop.verify tests/golden [--verbose]
+
+The folder holds, for each case, an npz file of recorded inputs, draws and results and a checkpoint
+folder in the published format (tests/golden/README.md). Exit status: 0 all agree, 1 some do not,
+2 the folder cannot be read.
+"""
+
+import dataclasses
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.table
+from absl import app, flags
+
+from calm_jax.errors import UserError, command
+from calm_jax.interop import cases
+
+_VERBOSE = flags.DEFINE_bool("verbose", False, "show every array, not only the worst of a kind")
+# Float32 against float32: relative to the quantity's largest value, gradients included.
+TOLERANCE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One compared quantity; errors are the largest over its elements.
+
+    relative: the absolute error over the largest value of the published array.
+    """
+
+    case: str
+    quantity: str
+    absolute: float
+    relative: float
+
+    @property
+    def passed(self) -> bool:
+        return self.relative <= TOLERANCE  # false for NaN
+
+
+def compare(case: str, quantity: str, ours: np.ndarray, published: np.ndarray) -> Row:
+    """A differing shape is an infinite error. Integers and booleans (tokens) must be equal."""
+    ours, published = np.asarray(ours), np.asarray(published)
+    if ours.shape != published.shape:
+        return Row(case, quantity, np.inf, np.inf)
+    absolute = float(np.abs(ours.astype(np.float64) - published.astype(np.float64)).max())
+    if published.dtype.kind in "iub":
+        return Row(case, quantity, absolute, np.inf if absolute else 0.0)
+    return Row(case, quantity, absolute, absolute / float(np.abs(published).max()))
+
+
+def _cases(folder: pathlib.Path) -> Iterator[tuple[str, Callable | None]]:
+    files = sorted(folder.glob("*.npz"))
+    if not files:
+        raise UserError(f"{folder} holds no golden case (*.npz)")
+    for file in files:
+        known = [run for pattern, run in cases.CASES.items() if re.fullmatch(pattern, file.stem)]
+        yield file.stem, known[0] if known else None
+
+
+def verify(folder: pathlib.Path) -> tuple[list[Row], list[str]]:
+    """Every comparison of the folder's cases, and the names of the cases that nobody knows here."""
+    rows, unknown = [], []
+    with jax.default_matmul_precision("highest"):
+        for case, run in _cases(folder):
+            if run is None:
+                unknown.append(case)
+                continue
+            try:
+                with np.load(folder / f"{case}.npz") as golden:
+                    arrays = {name: golden[name] for name in golden.files}
+            except (OSError, ValueError, EOFError) as error:
+                raise UserError(f"{folder / case}.npz cannot be read ({error})") from error
+            for quantity, ours, published in run(folder / case, arrays):
+                rows.append(compare(case, quantity, ours, published))
+    return rows, unknown
+
+
+def _worst_of_kind(rows: list[Row]) -> list[Row]:
+    """One row for the gradients of a case, the worst of them; other rows as they are."""
+    kept: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        kind = re.sub(r"^gradient .*", "gradients", row.quantity)
+        key = (row.case, kind)
+        if key not in kept or not row.relative <= kept[key].relative:
+            kept[key] = dataclasses.replace(row, quantity=kind)
+    return list(kept.values())
+
+
+def print_table(rows: list[Row], unknown: list[str]) -> None:
+    table = rich.table.Table()
+    table.add_column("case", no_wrap=True)
+    table.add_column("quantity", no_wrap=True)
+    table.add_column("absolute", justify="right")
+    table.add_column("relative", justify="right")
+    table.add_column("")
+    for row in rows:
+        verdict = "pass" if row.passed else "FAIL"
+        table.add_row(row.case, row.quantity, f"{row.absolute:.1e}", f"{row.relative:.1e}", verdict)
+    # Names are never folded or cut: a pipe gets lines as long as they need to be.
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    if unknown:
+        console.print(f"not known here, not compared: {', '.join(unknown)}")
+
+
+@command
+def main(argv: list[str]) -> int:
+    if len(argv) != 2:
+        raise UserError("usage: python -m calm_jax.interop.verify DIR [--verbose]")
+    folder = pathlib.Path(argv[1])
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder")
+    rows, unknown = verify(folder)
+    print_table(rows if _VERBOSE.value else _worst_of_kind(rows), unknown)
+    failed = sum(not row.passed for row in rows)
+    print(f"{len(rows) - failed} of {len(rows)} quantities agree to {TOLERANCE:g} relative")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    app.run(main)

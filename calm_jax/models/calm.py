@@ -1,0 +1,96 @@
+"""CALM: a backbone over chunks of tokens, and a head that generates the next chunk's latent (paper, section 3)."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from calm_jax.losses import Posterior
+from calm_jax.models.layers import layer_norm, linear, normal_init
+from calm_jax.models.transformer import KVCache, Transformer, TransformerConfig
+
+
+def _normal_but_zero_row(row: int) -> nn.initializers.Initializer:
+    def init(rng: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        return normal_init(rng, shape, dtype).at[row].set(0)
+
+    return init
+
+
+class ChunkEmbedding(nn.Module):
+    """Chunks of token ids [B, L, K] -> [B, L, D]: K embeddings side by side, compressed by an MLP.
+
+    The pad token's embedding is zero and gets no gradient, as in the published code.
+    """
+
+    vocab_size: int
+    pad_id: int
+    hidden_size: int
+    norm_epsilon: float
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, tokens_BLK: Array) -> Array:
+        with jax.named_scope("embed"):
+            embed = nn.Embed(
+                self.vocab_size,
+                self.hidden_size,
+                dtype=self.dtype,
+                embedding_init=_normal_but_zero_row(self.pad_id),
+                name="tokens",
+            )
+            is_text = (tokens_BLK != self.pad_id)[..., None]
+            x_BLKD = jnp.where(is_text, embed(tokens_BLK), 0)
+            x_BLD = x_BLKD.reshape(*tokens_BLK.shape[:2], -1)
+            x_BLD = nn.silu(linear(2 * self.hidden_size, self.dtype, "up")(x_BLD))
+            x_BLD = linear(self.hidden_size, self.dtype, "down")(x_BLD)
+            return layer_norm(self.norm_epsilon, self.dtype, "norm")(x_BLD)
+
+
+class CALM(nn.Module):
+    """The language model: `hidden` reads chunks, `head` (see `calm_jax.heads`) generates the next one."""
+
+    config: TransformerConfig
+    head: nn.Module
+    vocab_size: int
+    pad_id: int
+    dtype: DTypeLike
+
+    def setup(self):
+        self.embed = ChunkEmbedding(
+            self.vocab_size,
+            self.pad_id,
+            self.config.hidden_size,
+            self.config.norm_epsilon,
+            self.dtype,
+        )
+        self.backbone = Transformer(self.config, self.dtype)
+
+    def hidden(
+        self, tokens_BLK: Array, cache: KVCache | None = None
+    ) -> tuple[Array, KVCache | None]:
+        """Hidden states [B, L, D]; the one at chunk i is what chunk i+1 is generated from."""
+        return self.backbone(self.embed(tokens_BLK), cache)
+
+    def embedded(self, tokens_BLK: Array) -> Array:
+        """What the transformer reads, [B, L, D]."""
+        return self.embed(tokens_BLK)
+
+    def latents(self, h_PD: Array, noise_PNE: Array) -> Array:
+        """The head's latents [P, N, Z] for given noise."""
+        return self.head(h_PD, noise_PNE)
+
+    def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
+        """The head's loss of each position, [P]."""
+        return self.head.loss(h_PD, posterior, key_P)
+
+    def sample(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
+        """Draws of the next chunk's latent, [P, N, Z]."""
+        return self.head.sample(h_PD, num_draws, key_P)
+
+    def __call__(self, tokens_BLK: Array, key_P: Array) -> Array:
+        """One latent per position, [B*L, 1, Z]; touches every parameter, for `init`."""
+        h_BLD, _ = self.hidden(tokens_BLK)
+        h_PD = h_BLD.reshape(-1, h_BLD.shape[-1])
+        return self.head.sample(h_PD, 1, key_P)

@@ -1,0 +1,55 @@
+"""Layers that more than one network is made of."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+# Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
+normal_init = nn.initializers.normal(0.02)
+
+
+def linear(
+    features: int | tuple[int, ...],
+    dtype: DTypeLike,
+    name: str | None = None,
+    axis: int | tuple[int, ...] = -1,
+    use_bias: bool = True,
+    kernel_init: nn.initializers.Initializer = normal_init,
+) -> nn.DenseGeneral:
+    """A linear layer: `dtype` arithmetic over float32 parameters."""
+    return nn.DenseGeneral(
+        features, axis=axis, use_bias=use_bias, dtype=dtype, kernel_init=kernel_init, name=name
+    )
+
+
+def layer_norm(epsilon: float, dtype: DTypeLike, name: str | None = None) -> nn.LayerNorm:
+    """LayerNorm with float32 statistics, and with the two-pass variance, which does not cancel."""
+    return nn.LayerNorm(epsilon, dtype=dtype, use_fast_variance=False, name=name)
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate x) * up x)`, without biases: [..., D] -> [..., D]."""
+
+    intermediate_size: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        gate = linear(self.intermediate_size, self.dtype, "gate", use_bias=False)(x)
+        up = linear(self.intermediate_size, self.dtype, "up", use_bias=False)(x)
+        return linear(x.shape[-1], self.dtype, "down", use_bias=False)(nn.silu(gate) * up)
+
+
+def rotary_angles(position_BL: Array, head_size: int, theta: float) -> Array:
+    """Angles of rotary embedding, [B, L, A/2] float32, of integer positions [B, L]."""
+    frequency = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
+    return position_BL[..., None].astype(jnp.float32) * frequency
+
+
+def rotate(x_BLHA: Array, angle_BLA: Array) -> Array:
+    """Rotary embedding in the "rotate half" layout of Hugging Face's Llama."""
+    cos, sin = jnp.cos(angle_BLA)[:, :, None], jnp.sin(angle_BLA)[:, :, None]
+    first, second = jnp.split(x_BLHA.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BLHA.dtype)
