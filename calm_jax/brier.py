@@ -64,6 +64,14 @@ class Score(NamedTuple):
     brier_error: tuple[float, ...]
 
 
+def as_values(score: Score) -> dict[str, float]:
+    """A score under the names that metrics use."""
+    values = {"brierlm": score.brierlm, "brierlm_error": score.standard_error}
+    for order, (value, error) in enumerate(zip(score.brier, score.brier_error, strict=True), 1):
+        values |= {f"brier_{order}": value, f"brier_{order}_error": error}
+    return values
+
+
 def score(sums: BlockSums) -> Score:
     """The score of a whole split, on the host. Blocks are the clusters of a delta-method error."""
     total = np.asarray(sums.total, np.float64)
@@ -85,3 +93,23 @@ def score(sums: BlockSums) -> Score:
     direction_4 = brierlm / ORDERS / brier_4
     error = float(np.sqrt(direction_4 @ covariance_44 @ direction_4))
     return Score(brierlm, error, tuple(brier_4), brier_error)
+
+
+def frequency_floor(train_PK: np.ndarray, target_BPK: np.ndarray, counted_BP4: np.ndarray) -> Score:
+    """The score of predicting every chunk by the training chunks' frequencies; exact, on the host.
+
+    Its Brier terms are `2 p_n(y) - sum p_n^2`, with p_n the frequencies of a chunk's first n tokens.
+    """
+    blocks, positions, _ = target_BPK.shape
+    targets = target_BPK.reshape(blocks * positions, -1)
+    both = np.concatenate([train_PK, targets]).astype(np.int64)
+    vocab_size = both.max() + 1
+    prefix = np.zeros(len(both), np.int64)
+    terms = []
+    for token in both.T[:ORDERS]:
+        _, prefix = np.unique(prefix * vocab_size + token, return_inverse=True)
+        count = np.bincount(prefix[: len(train_PK)], minlength=prefix.max() + 1)
+        frequency = count / len(train_PK)
+        terms.append(2 * frequency[prefix[len(train_PK) :]] - (frequency**2).sum())
+    terms_BP4 = np.stack(terms, axis=-1).reshape(blocks, positions, ORDERS)
+    return score(block_sums(jnp.asarray(terms_BP4, jnp.float32), jnp.asarray(counted_BP4)))

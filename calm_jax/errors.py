@@ -4,6 +4,8 @@ import functools
 import sys
 from collections.abc import Callable
 
+from absl import flags, logging
+
 
 class UserError(Exception):
     """Bad input, in one line that names the thing, its value and the way out.
@@ -22,6 +24,9 @@ EXIT_INTERRUPTED = 75
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], None]:
     """Wraps a command's `main(argv)`: a `UserError` becomes one line and exit status 2."""
+
+    # Libraries log every checkpoint and compilation at INFO; --verbosity=0 shows it.
+    flags.FLAGS.set_default("verbosity", logging.WARNING)
 
     @functools.wraps(main)
     def run(argv: list[str]) -> None:

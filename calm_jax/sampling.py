@@ -43,13 +43,18 @@ class ChunkModel:
         return self.decode(self.latents(h_PD, num_draws, key_P))
 
 
+def at_once(size: int) -> int:
+    """How many things of `size` logits each may be decoded together."""
+    return max(1, _MAX_LOGITS // size)
+
+
 def decode_in_blocks(logits_of: Callable[[Array], Array], latent_PNZ: Array, size: int) -> Array:
     """Argmax tokens [P, N, K] of latents, without holding the logits of all N draws.
 
     logits_of: `[R, Z] -> [R, K, V]`. size: K V, the logits of one latent.
     """
     positions, num_draws, _ = latent_PNZ.shape
-    block = max(1, _MAX_LOGITS // (positions * size))
+    block = at_once(positions * size)
 
     def decode(latent_PZ: Array) -> Array:
         return logits_of(latent_PZ).argmax(-1).astype(jnp.int32)

@@ -3,10 +3,8 @@
 import dataclasses
 from typing import Any, Protocol
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from calm_jax import brier
@@ -14,7 +12,7 @@ from calm_jax.losses import Posterior, cross_entropy
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM
 from calm_jax.models.transformer import KVCache
-from calm_jax.sampling import ChunkModel, decode_in_blocks
+from calm_jax.sampling import ChunkModel, at_once, decode_in_blocks
 
 # Label of a token that is no target. Pads that fill a document's last chunk are ordinary targets.
 MASKED = -100
@@ -63,6 +61,12 @@ def _chunks(batch: Batch, chunk_size: int) -> tuple[Array, Array]:
     """tokens and targets as chunks, [B, L, K] each."""
     shape = (len(batch["tokens"]), -1, chunk_size)
     return batch["tokens"].reshape(shape), batch["targets"].reshape(shape)
+
+
+def counted_for_brier(targets_BLK: Any, pad_id: int) -> Any:
+    """Which chunk counts for which n, bool [B, L, 4]: those whose first n tokens are all text."""
+    is_text_BLK = (targets_BLK != MASKED) & (targets_BLK != pad_id)
+    return is_text_BLK[..., : brier.ORDERS].cumprod(-1).astype(bool)
 
 
 def ratio(pair: tuple[Any, Any]) -> float:
@@ -132,7 +136,8 @@ class AutoencoderTask:
         eps_BLZ = jax.vmap(lambda key: jax.random.normal(key, shape))(key_B)
         over_L = [x.swapaxes(0, 1) for x in (tokens_BLK, targets_BLK, eps_BLZ)]
         # A few positions at a time, so that the logits of a whole block are never held.
-        sums = jax.lax.map(lambda xs: of_position(*xs), tuple(over_L))
+        size = len(tokens_BLK) * self.model.chunk_size * self.model.vocab_size
+        sums = jax.lax.map(lambda xs: of_position(*xs), tuple(over_L), batch_size=at_once(size))
         return jax.tree.map(lambda x_L: x_L.sum(0, dtype=jnp.float32), sums)
 
     def report(self, sums: Metrics) -> dict[str, float]:
@@ -226,12 +231,14 @@ class CalmTask:
 
         over_L = (h_BLD, tokens_BLK[:, 1:], targets_BLK, key_BL)
         # A few positions at a time, so that the logits of a whole block are never held.
+        logits = self.num_eval_samples * self.chunk_size * self.autoencoder.vocab_size
         loss_LB, terms_LB4 = jax.lax.map(
-            of_position, jax.tree.map(lambda x: x.swapaxes(0, 1), over_L)
+            of_position,
+            jax.tree.map(lambda x: x.swapaxes(0, 1), over_L),
+            batch_size=at_once(len(h_BLD) * logits),
         )
         counted_BL = (targets_BLK != MASKED).all(-1)
-        is_text_BLK = (targets_BLK != MASKED) & (targets_BLK != self.model.pad_id)
-        counted_BL4 = is_text_BLK[..., : brier.ORDERS].cumprod(-1).astype(bool)
+        counted_BL4 = counted_for_brier(targets_BLK, self.model.pad_id)
         return {
             "loss": (
                 jnp.where(counted_BL, loss_LB.T, 0).sum(),

@@ -27,7 +27,6 @@ class DataConfig:
     text_field: str
     holdout_every: int
     on_bad_record: str
-    shuffle_seed: int
 
     def __post_init__(self):
         if self.on_bad_record not in ("raise", "skip"):

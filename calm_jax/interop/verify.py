@@ -10,16 +10,14 @@ folder in the published format (tests/golden/README.md). Exit status: 0 all agre
 import dataclasses
 import pathlib
 import re
-import sys
 from collections.abc import Callable, Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import rich.console
 import rich.table
 from absl import app, flags
 
+from calm_jax import metrics
 from calm_jax.errors import UserError, command
 from calm_jax.interop import cases
 
@@ -104,8 +102,8 @@ def print_table(rows: list[Row], unknown: list[str]) -> None:
     for row in rows:
         verdict = "pass" if row.passed else "FAIL"
         table.add_row(row.case, row.quantity, f"{row.absolute:.1e}", f"{row.relative:.1e}", verdict)
-    # Names are never folded or cut: a pipe gets lines as long as they need to be.
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 120)
+
+    console = metrics.console()
     console.print(table)
     if unknown:
         console.print(f"not known here, not compared: {', '.join(unknown)}")

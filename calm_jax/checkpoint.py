@@ -1,0 +1,119 @@
+"""Checkpoints: asynchronous Orbax saves with retention, exact resume, and parameters alone."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import grain
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from calm_jax.errors import UserError
+from calm_jax.mesh import shardings
+
+# Items of a checkpoint: parameters by themselves, so that they load without the optimizer.
+_PARAMS, _TRAINING, _DATA, _ABOUT = "params", "training", "data", "about"
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """`config.checkpoint`; every key is described in `configs/common.py`."""
+
+    keep: int
+
+    def __post_init__(self):
+        if self.keep < 1:
+            raise UserError(f"checkpoint.keep={self.keep} must be at least 1")
+
+
+def _abstract(tree: Any, mesh: Mesh) -> Any:
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings(tree, mesh),
+    )
+
+
+class Checkpointer:
+    """The checkpoints of one stage, a folder `<step>` each.
+
+    A save returns once the arrays are copied off the devices; a checkpoint appears under its name
+    only when it is whole, so that a killed run leaves none that is half-written.
+    """
+
+    def __init__(self, folder: pathlib.Path, keep: int):
+        self.folder = folder
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, create=True, cleanup_tmp_directories=True
+        )
+        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+
+    @property
+    def latest_step(self) -> int | None:
+        return self._manager.latest_step()
+
+    def save(
+        self, step: int, params: Any, training: Any, data: grain.DatasetIterator, about: dict
+    ) -> None:
+        """Starts a save of step `step`. Raises `UserError` if it, or the one before, cannot be written."""
+        items = {
+            _PARAMS: ocp.args.StandardSave(params),
+            _TRAINING: ocp.args.StandardSave(training),
+            _DATA: grain.checkpoint.CheckpointSave(data),
+            _ABOUT: ocp.args.JsonSave(about),
+        }
+        try:
+            self._manager.save(step, args=ocp.args.Composite(**items))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._cannot_write(error) from error
+
+    def wait(self) -> None:
+        """Returns when every started save is whole on disk; raises `UserError` if one failed."""
+        try:
+            self._manager.wait_until_finished()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: Exception) -> UserError:
+        whole = sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
+        kept = f"the last good one is of step {whole[-1]}" if whole else "there is none yet"
+        reason = str(error).strip().splitlines()[0][:200]
+        return UserError(f"{self.folder}: a checkpoint could not be written ({reason}); {kept}")
+
+    def restore(
+        self, params: Any, training: Any, data: grain.DatasetIterator, mesh: Mesh
+    ) -> tuple[Any, Any]:
+        """The latest checkpoint's (params, training), shaped and laid out like the arguments.
+
+        `data` continues where it was saved.
+        """
+        items = {
+            _PARAMS: ocp.args.StandardRestore(_abstract(params, mesh)),
+            _TRAINING: ocp.args.StandardRestore(_abstract(training, mesh)),
+            _DATA: grain.checkpoint.CheckpointRestore(data),
+        }
+        restored = self._manager.restore(self.latest_step, args=ocp.args.Composite(**items))
+        return restored[_PARAMS], restored[_TRAINING]
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def latest_step(folder: pathlib.Path) -> int | None:
+    """The step of the latest whole checkpoint in `folder`; None if there is none."""
+    steps = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
+    return max(steps, default=None)
+
+
+def load_params(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:
+    """The parameters of the latest checkpoint in `folder`, without the optimizer.
+
+    like: a tree of shapes. Raises `UserError` if there is no checkpoint.
+    """
+    step = latest_step(folder)
+    if step is None:
+        raise UserError(f"{folder} holds no checkpoint: train first")
+    with ocp.StandardCheckpointer() as checkpointer:
+        path = folder.resolve() / str(step) / _PARAMS
+        return checkpointer.restore(path, _abstract(like, mesh))

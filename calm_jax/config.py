@@ -1,0 +1,189 @@
+"""The resolved config: frozen, validated dataclasses made from a ConfigDict, and what must not change on resume."""
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from calm_jax.checkpoint import CheckpointConfig
+from calm_jax.data.corpus import DataConfig
+from calm_jax.data.pipeline import BlockConfig
+from calm_jax.data.tokenizers import TokenizerConfig
+from calm_jax.errors import UserError
+from calm_jax.evaluate import EvalConfig
+from calm_jax.heads import HEADS
+from calm_jax.heads.energy import EnergyHeadConfig
+from calm_jax.mesh import MeshConfig
+from calm_jax.models.autoencoder import AutoencoderConfig
+from calm_jax.models.transformer import TransformerConfig
+from calm_jax.optim import OptimizerConfig
+from calm_jax.sampling import SamplingConfig
+from calm_jax.train import TrainingConfig
+
+STAGES = ("autoencoder", "lm", "all")
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoencoderStage:
+    """`config.autoencoder`."""
+
+    checkpoint: str
+    min_accuracy: float
+    model: AutoencoderConfig
+    data: BlockConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class LmStage:
+    """`config.lm`."""
+
+    model: TransformerConfig
+    head: EnergyHeadConfig
+    data: BlockConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole recipe; every key is described in `configs/common.py`."""
+
+    seed: int
+    stage: str
+    chunk_size: int
+    compute_dtype: str
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    autoencoder: AutoencoderStage
+    lm: LmStage
+    eval: EvalConfig
+    sample: SamplingConfig
+    checkpoint: CheckpointConfig
+    mesh: MeshConfig
+
+    def __post_init__(self):
+        if self.stage not in STAGES:
+            raise UserError(f"stage={self.stage!r} is none of {', '.join(STAGES)}")
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            raise UserError(f"compute_dtype={self.compute_dtype!r} must be 'float32' or 'bfloat16'")
+        if self.chunk_size < 4:
+            raise UserError(
+                f"chunk_size={self.chunk_size} must be at least 4: BrierLM looks at the first 4 tokens of a chunk"
+            )
+        for name in ("autoencoder", "lm"):
+            stage = getattr(self, name)
+            block = stage.data.block_tokens
+            if block % self.chunk_size:
+                raise UserError(
+                    f"{name}.data.block_tokens={block} must be a multiple of chunk_size={self.chunk_size}"
+                )
+            if block < 2 * self.chunk_size:
+                raise UserError(
+                    f"{name}.data.block_tokens={block} must hold at least 2 chunks of chunk_size={self.chunk_size}"
+                )
+
+
+def nearest(name: str, names: list[str]) -> str:
+    """A hint at the name that was meant."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
+
+
+def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for key in section:
+        if key not in fields:
+            raise UserError(f"config has no key {path}{key!s}: {nearest(key, list(fields))}")
+    values = {}
+    hints = typing.get_type_hints(cls)
+    for name in fields:
+        if name not in section:
+            raise UserError(f"the config lacks the key {path}{name}")
+        value, kind = section[name], hints[name]
+        if dataclasses.is_dataclass(kind):
+            if path == "lm." and name == "head":
+                kind = _head_config(value)
+            value = _build(kind, value, f"{path}{name}.")
+        elif isinstance(kind, types.GenericAlias) and kind.__origin__ is tuple:
+            value = tuple(value)
+        elif kind is float and type(value) is int:
+            value = float(value)
+        elif type(value) is not kind:
+            raise UserError(f"{path}{name}={value!r} must be {kind.__name__}")
+        values[name] = value
+    try:
+        return cls(**values)
+    except UserError as error:
+        # Sections that more than one stage has name their keys from the section on.
+        stage = path.split(".")[0]
+        message = str(error)
+        if path.count(".") == 2 and not message.startswith(f"{stage}."):
+            message = f"{stage}.{message}"
+        raise UserError(message) from error
+
+
+def _head_config(section: Mapping[str, Any]) -> type:
+    if "name" not in section:
+        raise UserError("the config lacks the key lm.head.name")
+    name = section["name"]
+    if name not in HEADS:
+        raise UserError(f"lm.head.name={name!r}: {nearest(str(name), list(HEADS))}")
+    return HEADS[name][1]
+
+
+def resolve(tree: Mapping[str, Any]) -> Config:
+    """A ConfigDict (or a stored config) as a validated `Config`. Raises `UserError` by key."""
+    return _build(Config, tree, "")
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    return dataclasses.asdict(config)
+
+
+def as_json(config: Config) -> str:
+    return json.dumps(as_dict(config), indent=2) + "\n"
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", list(value) if isinstance(value, tuple) else value
+
+
+# What a workdir's parameters mean; no command may read them under other values.
+_MODEL_KEYS = ("chunk_size", "tokenizer.", "autoencoder.model.", "lm.model.", "lm.head.")
+# What, besides, a resumed training run would silently go on with in another way.
+_TRAINING_KEYS = (
+    "seed",
+    "compute_dtype",
+    "data.",
+    "autoencoder.data.",
+    "autoencoder.training.batch_size",
+    "lm.data.",
+    "lm.training.batch_size",
+)
+# These change how a number is computed or how bad input is met, not what is learnt.
+_FREE_KEYS = ("lm.model.remat", "data.on_bad_record", "tokenizer.path")
+
+
+def differing_keys(
+    ours: Mapping[str, Any], stored: Mapping[str, Any], training: bool
+) -> list[tuple[str, Any, Any]]:
+    """`(key, ours, stored)` of the keys in which a workdir's config forbids this one."""
+    fixed = _MODEL_KEYS + _TRAINING_KEYS if training else _MODEL_KEYS
+    ours_flat, stored_flat = dict(_leaves(ours)), dict(_leaves(stored))
+    keys = [
+        key
+        for key in ours_flat | stored_flat
+        if key.startswith(fixed) and not key.startswith(_FREE_KEYS)
+    ]
+    missing = "(no such key)"
+    pairs = [(key, ours_flat.get(key, missing), stored_flat.get(key, missing)) for key in keys]
+    return [(key, a, b) for key, a, b in pairs if a != b]

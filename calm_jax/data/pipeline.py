@@ -1,0 +1,161 @@
+"""Documents to batches of token blocks: packing, shuffling, per-process sharding, batching (Grain)."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import grain
+import numpy as np
+
+from calm_jax.data.corpus import Document
+from calm_jax.data.tokenizers import Tokenizer
+from calm_jax.errors import UserError
+from calm_jax.tasks import MASKED
+
+# Documents handed to the tokenizer at once; enough for its own threads, little enough for a progress report.
+_ENCODE_BATCH = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """`config.<stage>.data`; every key is described in `configs/common.py`."""
+
+    block_tokens: int
+    append_eos: bool
+    align_documents_to_chunks: bool
+    front_fill: str
+
+    def __post_init__(self):
+        if self.front_fill not in ("none", "random"):
+            raise UserError(f"data.front_fill={self.front_fill!r} must be 'none' or 'random'")
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Packed token blocks: a random-access source of {"tokens", "targets"}, int32 [T] each.
+
+    tokens: [blocks, T]. num_valid: how many tokens, counted over all blocks in order, are text;
+    the rest of the last block is filler, whose targets are MASKED.
+    """
+
+    tokens: np.ndarray
+    num_valid: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        tokens = self.tokens[index]
+        valid = self.num_valid - index * tokens.size
+        targets = tokens if valid >= tokens.size else tokens.copy()
+        targets[max(valid, 0) :] = MASKED
+        return {"tokens": tokens, "targets": targets}
+
+
+def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Token ids of each document, int32, without bos or eos."""
+    encoded = []
+    for start in range(0, len(documents), _ENCODE_BATCH):
+        texts = [document.text for document in documents[start : start + _ENCODE_BATCH]]
+        encoded += [np.asarray(ids, np.int32) for ids in tokenizer.encode_batch(texts)]
+    return encoded
+
+
+def pack(
+    encoded: Sequence[np.ndarray],
+    tokenizer: Tokenizer,
+    config: BlockConfig,
+    chunk_size: int,
+    seed: int,
+    keep_remainder: bool,
+    name: str,
+) -> Blocks:
+    """Concatenates documents (bos, text, eos, pads as the config says) and cuts them into blocks.
+
+    `front_fill='random'` puts 0 to K-1 pads before bos, drawn per document from `seed`. What does
+    not fill the last block is dropped, or with `keep_remainder` filled up with masked pads.
+    """
+    rng = np.random.default_rng(seed)
+    pieces: list[np.ndarray] = []
+    for ids in encoded:
+        front = int(rng.integers(chunk_size)) if config.front_fill == "random" else 0
+        length = front + 1 + len(ids) + config.append_eos
+        back = -length % chunk_size if config.align_documents_to_chunks else 0
+        pieces += [
+            np.full(front, tokenizer.pad_id, np.int32),
+            np.asarray([tokenizer.bos_id], np.int32),
+            ids,
+            np.asarray([tokenizer.eos_id] * config.append_eos, np.int32),
+            np.full(back, tokenizer.pad_id, np.int32),
+        ]
+    flat = np.concatenate(pieces)
+    block = config.block_tokens
+    if not keep_remainder and len(flat) < block:
+        raise UserError(
+            f"{name} has {len(flat)} tokens, and one block needs {block}: give more text, or a smaller "
+            "data.block_tokens"
+        )
+    num_blocks = -(-len(flat) // block) if keep_remainder else len(flat) // block
+    num_valid = min(len(flat), num_blocks * block)
+    filler = np.full(num_blocks * block - num_valid, tokenizer.pad_id, np.int32)
+    tokens = np.concatenate([flat[:num_valid], filler]).reshape(num_blocks, block)
+    return Blocks(tokens, num_valid)
+
+
+class _ProcessRows(grain.MapDataset):
+    """This process's rows of every global batch: the same contiguous part of each.
+
+    The batches of all processes side by side are then exactly the batches of a single one.
+    """
+
+    def __init__(
+        self, parent: grain.MapDataset, batch_size: int, process_index: int, process_count: int
+    ):
+        super().__init__(parent)
+        self._batch_size = batch_size
+        self._rows = batch_size // process_count
+        self._first = process_index * self._rows
+
+    def __len__(self) -> int:
+        return len(self._parent) // self._batch_size * self._rows
+
+    def __getitem__(self, index):
+        batch, row = divmod(index, self._rows)
+        return self._parent[batch * self._batch_size + self._first + row]
+
+
+def training_batches(
+    blocks: Blocks, batch_size: int, seed: int, process_index: int, process_count: int
+) -> grain.DatasetIterator:
+    """An endless iterator of this process's part of each batch, in a new random order each epoch.
+
+    Its state is saved in checkpoints; a restored iterator goes on with exactly the next batch.
+    """
+    dataset = grain.MapDataset.source(blocks).seed(seed).shuffle().repeat()
+    dataset = _ProcessRows(dataset, batch_size, process_index, process_count)
+    dataset = dataset.batch(batch_size // process_count)
+    # Blocks are in memory: threads would only add hand-over.
+    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+
+
+def evaluation_batches(
+    blocks: Blocks,
+    indices: Sequence[int],
+    batch_size: int,
+    process_index: int,
+    process_count: int,
+) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+    """This process's part of each batch, with the blocks' indices; filled up with masked blocks (-1)."""
+    rows = batch_size // process_count
+    for start in range(0, len(indices), batch_size):
+        first = start + process_index * rows
+        mine = list(indices[first : min(first + rows, start + batch_size)])
+        mine += [-1] * (rows - len(mine))
+        masked = {
+            "tokens": np.zeros(blocks.tokens.shape[1], np.int32),
+            "targets": np.full(blocks.tokens.shape[1], MASKED, np.int32),
+        }
+        items = [masked if index < 0 else blocks[index] for index in mine]
+        yield (
+            {key: np.stack([item[key] for item in items]) for key in masked},
+            np.asarray(mine, np.int32),
+        )

@@ -1,0 +1,76 @@
+"""Evaluation of a task over a split: sums on device, added up on the host."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from calm_jax.data.pipeline import Blocks, evaluation_batches
+from calm_jax.errors import UserError
+from calm_jax.mesh import global_batch
+from calm_jax.tasks import Params, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """`config.eval`; every key is described in `configs/common.py`."""
+
+    batch_size: int
+    num_samples: int
+    part_blocks: int
+    seed: int
+
+    def __post_init__(self):
+        if self.num_samples < 2:
+            raise UserError(f"eval.num_samples={self.num_samples} must be at least 2")
+        for name in ("batch_size", "part_blocks"):
+            if getattr(self, name) < 1:
+                raise UserError(f"eval.{name}={getattr(self, name)} must be at least 1")
+
+
+def part_of(num_blocks: int, part: int) -> Sequence[int]:
+    """Evenly spaced indices of at most `part` blocks."""
+    if part >= num_blocks:
+        return range(num_blocks)
+    return [index * num_blocks // part for index in range(part)]
+
+
+class Evaluator:
+    """Evaluates one task; compiled once.
+
+    A block's random numbers depend on the seed and the block's index alone, not on how blocks are
+    batched or spread over devices.
+    """
+
+    def __init__(self, task: Task, blocks: Blocks, config: EvalConfig, mesh: Mesh):
+        self._task, self._blocks, self._config, self._mesh = task, blocks, config, mesh
+
+        @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        def sums(params: Params, frozen: Params, batch: dict):
+            batch = dict(batch)
+            index_B = batch.pop("index")
+            key_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(config.seed), index_B)
+            return task.evaluate(params, frozen, batch, key_B)
+
+        self._sums = sums
+
+    def __call__(self, params: Params, frozen: Params, part: int | None = None) -> dict[str, float]:
+        """The task's report over the split, or over evenly spaced `part` blocks of it."""
+        indices = part_of(len(self._blocks), len(self._blocks) if part is None else part)
+        total = None
+        batches = evaluation_batches(
+            self._blocks,
+            indices,
+            self._config.batch_size,
+            jax.process_index(),
+            jax.process_count(),
+        )
+        for batch, index in batches:
+            placed = global_batch(batch | {"index": index}, self._mesh)
+            sums = jax.device_get(self._sums(params, frozen, placed))
+            sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
+            total = sums if total is None else jax.tree.map(np.add, total, sums)
+        return self._task.report(total)

@@ -1,0 +1,76 @@
+"""Text in, text out.
+
+python -m calm_jax.generate --workdir=runs/quickstart --prompt='def main(' --temperature=0.5 --max_tokens=128
+"""
+
+import dataclasses
+import pathlib
+
+import jax
+from absl import app, flags
+
+from calm_jax.errors import UserError, command
+from calm_jax.mesh import make_mesh
+from calm_jax.text import continuations
+from calm_jax.workdir import Workdir, make_autoencoder_task, make_lm_task
+
+_WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "text to continue; may be given more than once")
+_PROMPTS_FILE = flags.DEFINE_string("prompts_file", "", "file with one prompt a line")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.5, "in (0, 1]")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "tokens to generate for each prompt")
+_NUM_CANDIDATES = flags.DEFINE_integer(
+    "num_candidates", 200, "candidates per chunk; not used at temperature 1"
+)
+_SEED = flags.DEFINE_integer("seed", 0, "decides every random number")
+
+
+def _prompts() -> list[str]:
+    prompts = list(_PROMPT.value)
+    if _PROMPTS_FILE.value:
+        try:
+            text = pathlib.Path(_PROMPTS_FILE.value).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"--prompts_file={_PROMPTS_FILE.value!r} cannot be read: {error.strerror}"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"--prompts_file={_PROMPTS_FILE.value!r}: byte {error.start} is not valid UTF-8"
+            ) from error
+        prompts += text.splitlines()
+    if not prompts:
+        raise UserError("give a --prompt=TEXT (an empty one starts a document) or a --prompts_file")
+    return prompts
+
+
+@command
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}; a prompt goes into --prompt=TEXT")
+    if not _WORKDIR.value:
+        raise UserError("give the folder of a trained model: --workdir=DIR")
+    prompts = _prompts()
+    workdir = Workdir(pathlib.Path(_WORKDIR.value))
+    config = workdir.config
+    sampling = dataclasses.replace(
+        config.sample,
+        temperature=_TEMPERATURE.value,
+        max_tokens=_MAX_TOKENS.value,
+        num_candidates=_NUM_CANDIDATES.value,
+    )
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        task = make_lm_task(config, workdir.tokenizer)
+        params = workdir.load_params("lm", task, mesh)
+        autoencoder = make_autoencoder_task(config, workdir.tokenizer)
+        frozen = {"params": workdir.load_params("autoencoder", autoencoder, mesh)}
+        texts = continuations(
+            task, params, frozen, workdir.tokenizer, prompts, sampling, _SEED.value
+        )
+    for prompt, text in zip(prompts, texts, strict=True):
+        print(f"{prompt}{text}\n")
+
+
+if __name__ == "__main__":
+    app.run(main)

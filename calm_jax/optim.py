@@ -1,0 +1,75 @@
+"""The optimizer: AdamW, its decay mask, clipping and the learning-rate schedule."""
+
+import dataclasses
+
+import jax
+import optax
+
+from calm_jax.errors import UserError
+
+SCHEDULES = ("constant", "cosine")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """`config.<stage>.optimizer`; every key is described in `configs/common.py`."""
+
+    learning_rate: float
+    warmup_steps: int
+    schedule: str
+    final_learning_rate: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    max_grad_norm: float
+
+    def __post_init__(self):
+        if self.schedule not in SCHEDULES:
+            raise UserError(
+                f"optimizer.schedule={self.schedule!r} is none of {', '.join(SCHEDULES)}"
+            )
+        if self.learning_rate <= 0:
+            raise UserError(f"optimizer.learning_rate={self.learning_rate} must be positive")
+        if self.warmup_steps < 0:
+            raise UserError(f"optimizer.warmup_steps={self.warmup_steps} must not be negative")
+        if self.max_grad_norm <= 0:
+            raise UserError(f"optimizer.max_grad_norm={self.max_grad_norm} must be positive")
+
+
+def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """Linear warm-up from zero, then constant or a half cosine down to `final_learning_rate`."""
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if config.schedule == "constant":
+        after = optax.constant_schedule(peak)
+    else:
+        decay_steps = max(1, num_steps - warmup)
+        after = optax.cosine_decay_schedule(peak, decay_steps, config.final_learning_rate / peak)
+    if not warmup:
+        return after
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
+
+
+def decayed(params: dict) -> dict:
+    """Which parameters decay: matrices and embeddings, never a bias or a norm's scale.
+
+    By name and not by rank: the biases of stacked layers are matrices too.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key.endswith(("kernel", "embedding")), params
+    )
+
+
+def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
+    """Global-norm clipping, then AdamW."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.adamw(
+            make_schedule(config, num_steps),
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            mask=decayed,
+        ),
+    )

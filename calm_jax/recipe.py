@@ -1,0 +1,315 @@
+"""A whole recipe in one workdir: autoencoder, language model, their scores, and text."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from calm_jax import brier, checkpoint, report
+from calm_jax import text as text_lib
+from calm_jax.checkpoint import Checkpointer
+from calm_jax.config import AutoencoderStage, Config, LmStage, as_dict
+from calm_jax.data.corpus import Corpus, load_corpus
+from calm_jax.data.pipeline import Blocks, encode_documents, pack
+from calm_jax.data.tokenizers import Tokenizer, make_tokenizer
+from calm_jax.errors import UserError
+from calm_jax.evaluate import Evaluator
+from calm_jax.mesh import check_batch, make_mesh
+from calm_jax.metrics import MetricsLog, finite, write_atomically
+from calm_jax.tasks import AutoencoderTask, CalmTask, Params, counted_for_brier
+from calm_jax.train import Profile, Trained, train
+from calm_jax.workdir import Workdir, make_autoencoder_task, make_lm_task
+
+
+@dataclasses.dataclass(frozen=True)
+class StageBlocks:
+    """The two splits, packed for one stage."""
+
+    train: Blocks
+    validation: Blocks
+
+
+class Text:
+    """The recipe's text: read once, packed for each stage that asks."""
+
+    def __init__(self, config: Config, corpus: Corpus, tokenizer: Tokenizer):
+        self._config, self._tokenizer = config, tokenizer
+        self._encoded = {
+            "train": encode_documents(corpus.train, tokenizer),
+            "validation": encode_documents(corpus.validation, tokenizer),
+        }
+
+    def blocks(self, name: str, stage: AutoencoderStage | LmStage) -> StageBlocks:
+        """Raises `UserError` if there is not enough text for one training block.
+
+        Validation text is never filled in front, and none of it is dropped.
+        """
+        make = functools.partial(
+            pack,
+            tokenizer=self._tokenizer,
+            chunk_size=self._config.chunk_size,
+            seed=self._config.seed,
+        )
+        return StageBlocks(
+            make(
+                self._encoded["train"],
+                config=stage.data,
+                keep_remainder=False,
+                name=f"{name}: the training text",
+            ),
+            make(
+                self._encoded["validation"],
+                config=dataclasses.replace(stage.data, front_fill="none"),
+                keep_remainder=True,
+                name=f"{name}: the validation text",
+            ),
+        )
+
+
+def _read_corpus(config: Config) -> Corpus:
+    corpus = load_corpus(config.data)
+    for reason, count in corpus.skipped.items():
+        print(f"data: {count} records left out: {reason}")
+    return corpus
+
+
+def _needs(config: Config, stage: str) -> bool:
+    return config.stage in (stage, "all")
+
+
+class Run:
+    """A recipe's run: the pieces that its stages share."""
+
+    def __init__(self, config: Config, workdir: Workdir, mesh: Mesh, text: Text):
+        self.config, self.workdir, self.mesh, self.text = config, workdir, mesh, text
+        self.tokenizer = workdir.tokenizer
+        self.log = MetricsLog(workdir.path)
+
+    @functools.cached_property
+    def autoencoder_task(self) -> AutoencoderTask:
+        return make_autoencoder_task(self.config, self.tokenizer)
+
+    @functools.cached_property
+    def lm_task(self) -> CalmTask:
+        return make_lm_task(self.config, self.tokenizer)
+
+    @functools.cached_property
+    def blocks(self) -> dict[str, StageBlocks]:
+        return {
+            name: self.text.blocks(name, getattr(self.config, name))
+            for name in ("autoencoder", "lm")
+        }
+
+    def evaluator(self, name: str) -> Evaluator:
+        task = self.autoencoder_task if name == "autoencoder" else self.lm_task
+        return Evaluator(task, self.blocks[name].validation, self.config.eval, self.mesh)
+
+    def train(self, name: str, frozen: Params, evaluator: Evaluator, profile: Profile) -> Trained:
+        """Trains one stage to its last step."""
+        stage = getattr(self.config, name)
+        checkpointer = Checkpointer(self.workdir.checkpoints(name), self.config.checkpoint.keep)
+        try:
+            return train(
+                name,
+                self.autoencoder_task if name == "autoencoder" else self.lm_task,
+                frozen,
+                self.blocks[name].train,
+                evaluator,
+                stage.training,
+                stage.optimizer,
+                self.config.eval.part_blocks,
+                self.config.seed,
+                self.tokenizer.pad_id,
+                self.mesh,
+                checkpointer,
+                self.log,
+                {"config": as_dict(self.config), "tokenizer": self.tokenizer.fingerprint},
+                profile,
+            )
+        finally:
+            checkpointer.close()
+
+    def validate(self, name: str, evaluator: Evaluator, params: Params, frozen: Params) -> dict:
+        """The report over the whole validation split; read from the log if it stands there."""
+        step = checkpoint.latest_step(self.workdir.checkpoints(name)) or 0
+        known = self.log.find(name, "validation", step)
+        if known is not None:
+            return known
+        began = time.monotonic()
+        print(f"{name}: evaluating the whole validation split", flush=True)
+        values = evaluator(params, frozen)
+        self.log.write(name, "validation", step, values | {"seconds": time.monotonic() - began})
+        return self.log.find(name, "validation", step)
+
+    def check_autoencoder(self, accuracy: float) -> None:
+        least = self.config.autoencoder.min_accuracy
+        if not accuracy >= least:
+            raise UserError(
+                f"the autoencoder gets {accuracy:.2%} of the held-out tokens right, less than autoencoder.min_accuracy="
+                f"{least}: train it longer (autoencoder.training.num_steps), or lower that key"
+            )
+
+    def floor(self) -> brier.Score:
+        """The score of training chunks' frequencies, over the positions that the model is scored on."""
+        blocks, size = self.blocks["lm"], self.config.chunk_size
+        validation = blocks.validation
+        targets = np.stack([validation[index]["targets"] for index in range(len(validation))])
+        target_BLK = targets.reshape(len(validation), -1, size)[:, 1:]
+        counted_BL4 = counted_for_brier(target_BLK, self.tokenizer.pad_id)
+        return brier.frequency_floor(
+            blocks.train.tokens.reshape(-1, size), np.maximum(target_BLK, 0), counted_BL4
+        )
+
+
+def _fit_autoencoder(config: Config, tokenizer: Tokenizer, source: Workdir) -> None:
+    """Raises `UserError` unless the autoencoder of `source` is of this recipe's kind."""
+    theirs = source.config
+    ours_and_theirs = {
+        "chunk_size": (config.chunk_size, theirs.chunk_size),
+        "tokenizer": (tokenizer.fingerprint, source.tokenizer.fingerprint),
+    }
+    for field in dataclasses.fields(config.autoencoder.model):
+        ours_and_theirs[f"autoencoder.model.{field.name}"] = (
+            getattr(config.autoencoder.model, field.name),
+            getattr(theirs.autoencoder.model, field.name),
+        )
+    for key, (ours, other) in ours_and_theirs.items():
+        if ours == other:
+            continue
+        hint = f"; its tokenizer is {source.path}/tokenizer/model" if key == "tokenizer" else ""
+        raise UserError(
+            f"autoencoder.checkpoint={str(source.path)!r} has {key}={other!r}, this recipe has {ours!r}{hint}"
+        )
+
+
+def _source(config: Config) -> Workdir | None:
+    path = config.autoencoder.checkpoint
+    return Workdir(pathlib.Path(path)) if path else None
+
+
+def is_finished(config: Config, workdir: Workdir) -> bool:
+    """Whether everything that the config asks for has been trained, scored and written."""
+    if not workdir.results_path.exists():
+        return False
+    done = json.loads(workdir.results_path.read_text(encoding="utf-8"))
+    return all(
+        name in done and done[name]["step"] >= getattr(config, name).training.num_steps
+        for name in ("autoencoder", "lm")
+        if _needs(config, name) and not (name == "autoencoder" and config.autoencoder.checkpoint)
+    )
+
+
+def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Run:
+    """Checks everything that can be checked before long work, then makes or opens the workdir."""
+    for name in ("autoencoder", "lm"):
+        batch_size = getattr(config, name).training.batch_size
+        check_batch(f"{name}.training.batch_size", batch_size, mesh)
+        micro = batch_size // getattr(config, name).training.accumulation_steps
+        check_batch(f"{name}.training.batch_size / accumulation_steps", micro, mesh)
+    check_batch("eval.batch_size", config.eval.batch_size, mesh)
+    workdir.refuse_foreign()
+    fresh = overwrite or not workdir.exists
+    if not fresh:
+        workdir.check_config(config, training=True)
+    source = _source(config)
+    if source is not None and not source.exists:
+        raise UserError(f"autoencoder.checkpoint={str(source.path)!r} is no workdir")
+    print("data: reading and tokenising", flush=True)
+    corpus = _read_corpus(config)
+    if fresh:
+        tokenizer = make_tokenizer(config.tokenizer, (doc.text for doc in corpus.train))
+    else:
+        workdir.check_corpus(corpus)
+        tokenizer = workdir.tokenizer
+    if source is not None:
+        _fit_autoencoder(config, tokenizer, source)
+    text = Text(config, corpus, tokenizer)
+    for name in ("autoencoder", "lm"):
+        if _needs(config, name):
+            text.blocks(name, getattr(config, name))
+    if overwrite:
+        workdir.delete()
+    if fresh:
+        workdir.create(config, tokenizer, corpus)
+    else:
+        workdir.store_config(config)
+    return Run(config, Workdir(workdir.path), mesh, text)
+
+
+def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Profile) -> None:
+    """Trains what the config asks for and is not trained yet, scores it, and shows what came out."""
+    if not overwrite and workdir.exists and is_finished(config, workdir):
+        workdir.check_config(config, training=True)
+        print(
+            f"{workdir.path} is finished, there is nothing to do: --mode=eval scores it again, more "
+            "training.num_steps go on from here, --overwrite starts anew"
+        )
+        return
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        run = prepare(config, workdir, overwrite, mesh)
+        try:
+            _train_and_report(run, profile)
+        finally:
+            run.log.close()
+
+
+def _train_and_report(run: Run, profile: Profile) -> None:
+    config, workdir = run.config, run.workdir
+    results: dict[str, dict] = {}
+    evaluator = run.evaluator("autoencoder")
+    source = _source(config)
+    if source is not None:
+        if checkpoint.latest_step(workdir.checkpoints("autoencoder")) is None:
+            workdir.import_autoencoder(source)
+        params = workdir.load_params("autoencoder", run.autoencoder_task, run.mesh)
+    elif _needs(config, "autoencoder"):
+        trained = run.train("autoencoder", {}, evaluator, profile)
+        params = trained.params
+    else:
+        params = workdir.load_params("autoencoder", run.autoencoder_task, run.mesh)
+    results["autoencoder"] = run.validate("autoencoder", evaluator, params, {})
+    if _needs(config, "lm"):
+        run.check_autoencoder(results["autoencoder"]["token_accuracy_from_sample"])
+        frozen = {"params": params}
+        evaluator = run.evaluator("lm")
+        trained = run.train("lm", frozen, evaluator, profile)
+        results["lm"] = run.validate("lm", evaluator, trained.params, frozen)
+        results["floor"] = brier.as_values(run.floor())
+        samples = text_lib.samples(run.lm_task, trained.params, frozen, run.tokenizer, config)
+        write_atomically(workdir.samples_path, samples)
+        print(f"\n{samples}")
+    for name in ("autoencoder", "lm"):
+        if name in results:
+            results[name] |= {"training_seconds": run.log.seconds(name)}
+    write_atomically(workdir.results_path, json.dumps(finite(results), indent=2) + "\n")
+    report.print_results(results, workdir)
+
+
+def run_evaluation(config: Config, workdir: Workdir) -> None:
+    """Scores what a workdir holds with the config's `eval` section, and appends it to evaluations.jsonl."""
+    workdir.check_config(config, training=False)
+    mesh = make_mesh(config.mesh)
+    check_batch("eval.batch_size", config.eval.batch_size, mesh)
+    with jax.set_mesh(mesh):
+        run = Run(config, workdir, mesh, Text(config, _read_corpus(config), workdir.tokenizer))
+        results: dict[str, Mapping] = {}
+        params = workdir.load_params("autoencoder", run.autoencoder_task, mesh)
+        results["autoencoder"] = run.evaluator("autoencoder")(params, {})
+        if checkpoint.latest_step(workdir.checkpoints("lm")) is not None:
+            lm_params = workdir.load_params("lm", run.lm_task, mesh)
+            results["lm"] = run.evaluator("lm")(lm_params, {"params": params})
+            results["floor"] = brier.as_values(run.floor())
+        for name in ("autoencoder", "lm"):
+            if name in results:
+                step = checkpoint.latest_step(workdir.checkpoints(name))
+                results[name] = {"step": step, **results[name]}
+    record = {"eval": dataclasses.asdict(config.eval), "data": dataclasses.asdict(config.data)}
+    report.append(workdir, record | results)
+    report.print_results(results, workdir)

@@ -1,0 +1,92 @@
+"""The table that ends a run or an evaluation."""
+
+import json
+from collections.abc import Mapping
+
+import rich.table
+
+from calm_jax import metrics
+from calm_jax.errors import UserError
+from calm_jax.workdir import Workdir
+
+
+def _percent(value: float) -> str:
+    return f"{value:.2%}"
+
+
+def _with_error(values: Mapping, name: str, scale: float) -> str:
+    value, error = values[name], values[f"{name}_error"]
+    if value is None:
+        return "no positions to score"
+    text = f"{scale * value:.2f}"
+    # A score of 0 from a factor that is not positive has no error of its own; the factors have.
+    return text if error is None or error != error else f"{text} ± {scale * error:.2f}"
+
+
+def _brier(values: Mapping) -> str:
+    return ", ".join(_with_error(values, f"brier_{order}", 100) for order in range(1, 5))
+
+
+def _rows(results: Mapping[str, Mapping]) -> list[tuple[str, str]]:
+    rows = []
+    names = {"autoencoder": "autoencoder", "lm": "language model"}
+    for stage, name in names.items():
+        if stage not in results:
+            continue
+        values = results[stage]
+        trained = f"step {values['step']}"
+        if "training_seconds" in values:
+            trained += f", trained in {metrics.duration(values['training_seconds'])}"
+        rows.append((name, trained))
+        if stage == "autoencoder":
+            rows += [
+                (
+                    f"  held-out {kind}s right, from a sample / the mean",
+                    f"{_percent(values[f'{kind}_accuracy_from_sample'])} / "
+                    f"{_percent(values[f'{kind}_accuracy_from_mean'])}",
+                )
+                for kind in ("token", "chunk")
+            ]
+        else:
+            rows += [
+                ("  validation loss (minus energy score)", f"{values['loss']:.4g}"),
+                ("  BrierLM", _with_error(values, "brierlm", 1)),
+                (
+                    "  BrierLM of chunk frequencies (the floor)",
+                    _with_error(results["floor"], "brierlm", 1),
+                ),
+                ("  100 x Brier 1 to 4", _brier(values)),
+                ("  100 x Brier 1 to 4 of the floor", _brier(results["floor"])),
+            ]
+    return rows
+
+
+def print_results(results: Mapping[str, Mapping], workdir: Workdir) -> None:
+    """Shows what was trained, how well it does, where it is and what to run next."""
+    table = rich.table.Table(show_header=False)
+    for name, value in _rows(results):
+        table.add_row(name, value)
+    files = ["config.json", "metrics.jsonl", "tensorboard/"]
+    files += [path.name for path in (workdir.samples_path,) if path.exists()]
+    table.add_row("files", f"{workdir.path}/: {', '.join(files)}")
+    metrics.console().print(table, highlight=False)
+    if "lm" in results:
+        print(
+            "next:\n"
+            f"  python -m calm_jax.generate --workdir={workdir.path} --prompt=TEXT --temperature=0.5\n"
+            f"  python -m calm_jax.main --mode=eval --config=configs/workdir.py:{workdir.path} --config.eval.num_samples=8"
+        )
+    elif "autoencoder" in results:
+        print(
+            f"next:\n  python -m calm_jax.main --config=configs/workdir.py:{workdir.path} --config.stage=lm"
+        )
+
+
+def append(workdir: Workdir, record: Mapping) -> None:
+    """Adds an evaluation to `evaluations.jsonl`."""
+    path = workdir.path / "evaluations.jsonl"
+    try:
+        with open(path, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps(metrics.finite(record)) + "\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error

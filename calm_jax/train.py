@@ -1,0 +1,355 @@
+"""The training loop. It knows no model: a `Task` has the parameters and the loss."""
+
+import dataclasses
+import functools
+import itertools
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from calm_jax.checkpoint import Checkpointer
+from calm_jax.data.pipeline import Blocks, training_batches
+from calm_jax.errors import Interrupted, UserError
+from calm_jax.evaluate import Evaluator
+from calm_jax.mesh import global_batch, shardings
+from calm_jax.metrics import MetricsLog, Progress
+from calm_jax.optim import OptimizerConfig, make_optimizer, make_schedule
+from calm_jax.tasks import MASKED, Batch, Metrics, Params, Task, ratio
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """`config.<stage>.training`; every key is described in `configs/common.py`."""
+
+    num_steps: int
+    batch_size: int
+    accumulation_steps: int
+    log_every: int
+    eval_every: int
+    checkpoint_every: int
+    max_nonfinite_steps: int
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise UserError(
+                    f"training.{field.name}={getattr(self, field.name)} must be at least 1"
+                )
+        if self.batch_size % self.accumulation_steps:
+            raise UserError(
+                f"training.batch_size={self.batch_size} must be a multiple of training.accumulation_steps="
+                f"{self.accumulation_steps}"
+            )
+
+
+class TrainState(NamedTuple):
+    """All that a step reads and writes; with the data iterator's state, all that a resume needs.
+
+    metrics: sums since the last log. nonfinite: updates skipped in a row, and in all.
+    """
+
+    step: Array
+    params: Params
+    opt_state: Any
+    metrics: Metrics
+    nonfinite_streak: Array
+    nonfinite_total: Array
+
+
+Step = Callable[[TrainState, Params, Batch], TrainState]
+
+
+def make_step(
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    config: TrainingConfig,
+    seed: int,
+    pad_id: int,
+) -> Step:
+    """One update, to be jitted. Every random number is keyed by (seed, step, row of the batch).
+
+    Gradients are of the summed loss, added over microbatches and divided once by the total weight,
+    so that masks and splits change nothing. An update whose loss or gradient is not finite is
+    skipped and counted; after `max_nonfinite_steps` in a row the state stands still.
+    """
+
+    def gradient_sums(params: Params, frozen: Params, batch: Batch, key_B: Array):
+        def loss_sum(params: Params) -> tuple[Array, Metrics]:
+            metrics = task.loss(params, frozen, batch, key_B)
+            return metrics["loss"][0], metrics
+
+        gradient, metrics = jax.grad(loss_sum, has_aux=True)(params)
+        return gradient, metrics
+
+    def step(state: TrainState, frozen: Params, batch: Batch) -> TrainState:
+        rows = len(batch["tokens"])
+        step_key = jax.random.fold_in(jax.random.key(seed), state.step)
+        key_B = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(rows))
+        parts = config.accumulation_steps
+        if parts == 1:
+            gradient, metrics = gradient_sums(state.params, frozen, batch, key_B)
+        else:
+            # Strided, so that each device has rows in every microbatch.
+            micro = jax.tree.map(
+                lambda x: x.reshape(rows // parts, parts, *x.shape[1:]).swapaxes(0, 1),
+                (batch, key_B),
+            )
+
+            def add(total, batch_and_key):
+                return jax.tree.map(
+                    jnp.add, total, gradient_sums(state.params, frozen, *batch_and_key)
+                ), None
+
+            shapes = jax.eval_shape(
+                gradient_sums, state.params, frozen, *jax.tree.map(lambda x: x[0], micro)
+            )
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            (gradient, metrics), _ = jax.lax.scan(add, zeros, micro)
+
+        weight = jnp.maximum(metrics["loss"][1], 1)
+        gradient = jax.tree.map(lambda g: g / weight, gradient)
+        norm = optax.global_norm(gradient)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+
+        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"][0])
+        streak = jnp.where(finite, 0, state.nonfinite_streak + 1)
+        stopped = state.nonfinite_streak >= config.max_nonfinite_steps
+        keep = finite & ~stopped
+
+        def choose(new: Any, old: Any) -> Any:
+            return jax.tree.map(functools.partial(jnp.where, keep), new, old)
+
+        is_text = (batch["targets"] != MASKED) & (batch["targets"] != pad_id)
+        one = jnp.float32(1)
+        metrics = metrics | {"gradient_norm": (norm, one), "tokens_per_step": (is_text.sum(), one)}
+        # The sums start anew after each log, here and not on the host, so that a resumed run that
+        # begins between two logs reports what an uninterrupted one does.
+        fresh = state.step % config.log_every == 0
+        metrics = jax.tree.map(
+            lambda new, old: (
+                jnp.where(finite, new, 0).astype(jnp.float32) + jnp.where(fresh, 0, old)
+            ),
+            metrics,
+            state.metrics,
+        )
+        advanced = TrainState(
+            state.step + 1,
+            choose(params, state.params),
+            choose(opt_state, state.opt_state),
+            metrics,
+            streak,
+            state.nonfinite_total + ~finite,
+        )
+        return jax.tree.map(functools.partial(jnp.where, stopped), state, advanced)
+
+    return step
+
+
+def init_state(
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    frozen: Params,
+    batch: Batch,
+    seed: int,
+    mesh: Mesh,
+) -> TrainState:
+    """A fresh state, made in place on the mesh."""
+
+    def init() -> TrainState:
+        params = task.init(jax.random.key(seed))
+        key_B = jax.random.split(jax.random.key(0), len(batch["tokens"]))
+        metrics = jax.eval_shape(task.loss, params, frozen, batch, key_B)
+        metrics |= {name: (0, 0) for name in ("gradient_norm", "tokens_per_step")}
+        zeros = jax.tree.map(lambda _: jnp.float32(0), metrics)
+        count = jnp.int32(0)
+        return TrainState(count, params, optimizer.init(params), zeros, count, count)
+
+    layout = shardings(jax.eval_shape(init), mesh)
+    return jax.jit(init, out_shardings=layout)()
+
+
+class _StopSignal:
+    """Notes SIGTERM and Ctrl-C while a stage trains; a second signal acts as it always does."""
+
+    def __enter__(self):
+        self.name = ""
+        self._previous = {
+            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        return self
+
+    def _note(self, number, frame):
+        self.name = signal.Signals(number).name
+        self._restore()
+
+    def _restore(self):
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def __exit__(self, *_):
+        self._restore()
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Steps to write a profiler trace of, first and last, and the folder for it; none for first < 0."""
+
+    first: int
+    last: int
+    folder: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a finished stage hands on."""
+
+    params: Params
+    step: int
+    seconds: float
+    skipped_updates: int
+
+
+def train(
+    name: str,
+    task: Task,
+    frozen: Params,
+    blocks: Blocks,
+    evaluator: Evaluator,
+    config: TrainingConfig,
+    optimizer_config: OptimizerConfig,
+    part_blocks: int,
+    seed: int,
+    pad_id: int,
+    mesh: Mesh,
+    checkpointer: Checkpointer,
+    log: MetricsLog,
+    about: dict,
+    profile: Profile,
+) -> Trained:
+    """Trains a stage to its last step, from its latest checkpoint if there is one.
+
+    Raises `Interrupted` after a signal, with everything saved, and `UserError` when updates stay
+    non-finite or a checkpoint cannot be written.
+    """
+    optimizer = make_optimizer(optimizer_config, config.num_steps)
+    schedule = make_schedule(optimizer_config, config.num_steps)
+    data = training_batches(
+        blocks, config.batch_size, seed, jax.process_index(), jax.process_count()
+    )
+    shape = jax.ShapeDtypeStruct((config.batch_size, blocks.tokens.shape[1]), jnp.int32)
+    state = init_state(task, optimizer, frozen, {"tokens": shape, "targets": shape}, seed, mesh)
+    if checkpointer.latest_step is not None:
+        params, rest = checkpointer.restore(state.params, _rest(state), data, mesh)
+        state = TrainState(params=params, **rest)
+    first_step = int(state.step)
+    log.cut_back(name, first_step)
+
+    step_fn = jax.jit(
+        make_step(task, optimizer, config, seed, pad_id),
+        donate_argnums=0,
+        out_shardings=shardings(state, mesh),
+    )
+    replicated = NamedSharding(mesh, PartitionSpec())
+    to_host = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=replicated)
+    progress = Progress(name, first_step, config.num_steps)
+    if first_step:
+        progress.note(f"resumed at step {first_step}")
+    saved_step = first_step if checkpointer.latest_step is not None else None
+    began, logged, logged_step = time.monotonic(), time.monotonic(), first_step
+
+    def save(step: int) -> None:
+        nonlocal saved_step
+        if step != saved_step:
+            checkpointer.save(step, state.params, _rest(state), data, about)
+            saved_step = step
+
+    def evaluate_part(step: int) -> None:
+        if step % config.eval_every == 0 and 0 < step < config.num_steps:
+            if log.find(name, "validation_part", step) is None:
+                log.write(
+                    name,
+                    "validation_part",
+                    step,
+                    evaluator(state.params, frozen, part_blocks),
+                )
+            nonlocal logged
+            logged = time.monotonic()
+
+    with _StopSignal() as stop:
+        try:
+            # A run that was killed between a checkpoint and its evaluation makes up for it.
+            evaluate_part(first_step)
+            for step in itertools.count(first_step + 1):
+                if step > config.num_steps:
+                    break
+                if step == profile.first:
+                    jax.profiler.start_trace(profile.folder)
+                state = step_fn(state, frozen, global_batch(next(data), mesh))
+                if step == profile.last:
+                    jax.block_until_ready(state)
+                    jax.profiler.stop_trace()
+                    progress.note(f"profile of steps {profile.first} to {step} in {profile.folder}")
+                progress.step(step)
+                if step % config.log_every == 0 or step == config.num_steps:
+                    metrics, streak, total = to_host(
+                        (state.metrics, state.nonfinite_streak, state.nonfinite_total)
+                    )
+                    _check_finite(name, int(streak), int(state.step), config, checkpointer)
+                    values = {key: ratio(jax.device_get(pair)) for key, pair in metrics.items()}
+                    now = time.monotonic()
+                    rate = (step - logged_step) / max(now - logged, 1e-9)
+                    values |= {
+                        "learning_rate": float(schedule(step - int(total) - 1)),
+                        "skipped_updates": int(total),
+                        "tokens_per_second": values["tokens_per_step"] * rate,
+                        "seconds": now - began,
+                    }
+                    logged, logged_step = now, step
+                    log.write(name, "train", step, values)
+                    progress.values(step, values)
+                evaluate_part(step)
+                if stop.name:
+                    save(step)
+                    checkpointer.wait()
+                    raise Interrupted(
+                        f"{stop.name}: stage {name} is saved at step {step}; the same command goes on from there"
+                    )
+                if step % config.checkpoint_every == 0 or step == config.num_steps:
+                    save(step)
+            checkpointer.wait()
+        finally:
+            progress.close()
+    seconds = time.monotonic() - began
+    return Trained(state.params, int(state.step), seconds, int(state.nonfinite_total))
+
+
+def _rest(state: TrainState) -> dict[str, Any]:
+    rest = state._asdict()
+    del rest["params"]
+    return rest
+
+
+def _check_finite(
+    name: str, streak: int, step: int, config: TrainingConfig, checkpointer: Checkpointer
+) -> None:
+    if streak < config.max_nonfinite_steps:
+        return
+    checkpointer.wait()
+    kept = checkpointer.latest_step
+    good = (
+        "no checkpoint was written yet"
+        if kept is None
+        else f"the checkpoint of step {kept} is good"
+    )
+    raise UserError(
+        f"{name}: loss or gradient was not finite in {streak} updates in a row, steps {step - streak + 1} to {step}; "
+        f"{good}. A lower {name}.optimizer.learning_rate or {name}.optimizer.max_grad_norm may help"
+    )

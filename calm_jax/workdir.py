@@ -1,0 +1,204 @@
+"""What lies in a workdir, and how to read it.
+
+config.json            the resolved config
+tokenizer/             the tokenizer and its fingerprint
+corpus.json            fingerprint of the text that was trained on
+autoencoder/, lm/      checkpoints of the two stages
+metrics.jsonl          and tensorboard/: what was measured
+samples.txt            text the model wrote at the end of training
+results.json           the final table; there once the run is finished
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+import shutil
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from calm_jax import checkpoint
+from calm_jax.config import Config, as_dict, as_json, differing_keys, resolve
+from calm_jax.data.corpus import Corpus, Document
+from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
+from calm_jax.errors import UserError
+from calm_jax.heads import HEADS
+from calm_jax.metrics import write_atomically
+from calm_jax.models.autoencoder import Autoencoder
+from calm_jax.models.calm import CALM
+from calm_jax.tasks import AutoencoderTask, CalmTask, Params
+
+
+def make_autoencoder_task(config: Config, tokenizer: Tokenizer) -> AutoencoderTask:
+    """The task of stage 1."""
+    model = Autoencoder(
+        config.autoencoder.model,
+        tokenizer.vocab_size,
+        config.chunk_size,
+        jnp.dtype(config.compute_dtype),
+    )
+    return AutoencoderTask(model, tokenizer.pad_id)
+
+
+def make_lm_task(config: Config, tokenizer: Tokenizer) -> CalmTask:
+    """The task of stage 2."""
+    # The frozen autoencoder computes in full precision, as its targets are the loss's ground.
+    autoencoder = Autoencoder(
+        config.autoencoder.model, tokenizer.vocab_size, config.chunk_size, jnp.float32
+    )
+    dtype, body = jnp.dtype(config.compute_dtype), config.lm.model
+    make_head, _ = HEADS[config.lm.head.name]
+    head = make_head(
+        config.lm.head,
+        body.hidden_size,
+        config.autoencoder.model.latent_size,
+        body.norm_epsilon,
+        dtype,
+    )
+    model = CALM(body, head, tokenizer.vocab_size, tokenizer.pad_id, dtype)
+    return CalmTask(model, autoencoder, config.eval.num_samples)
+
+
+def fingerprint(documents: Sequence[Document]) -> str:
+    """Equal for two lists of documents exactly when they are the same."""
+    digest = hashlib.sha256()
+    for document in documents:
+        text = document.text.encode("utf-8")
+        digest.update(f"{document.name}\0{len(text)}\0".encode())
+        digest.update(text)
+    return digest.hexdigest()[:16]
+
+
+def _describe(corpus: Corpus) -> dict:
+    return {
+        name: {
+            "documents": len(documents),
+            "characters": sum(len(document.text) for document in documents),
+            "fingerprint": fingerprint(documents),
+        }
+        for name, documents in (("train", corpus.train), ("validation", corpus.validation))
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Workdir:
+    """A folder that one recipe's run lives in."""
+
+    path: pathlib.Path
+
+    @property
+    def _config_path(self) -> pathlib.Path:
+        return self.path / "config.json"
+
+    @property
+    def exists(self) -> bool:
+        return self._config_path.exists()
+
+    @property
+    def samples_path(self) -> pathlib.Path:
+        return self.path / "samples.txt"
+
+    @property
+    def results_path(self) -> pathlib.Path:
+        return self.path / "results.json"
+
+    def checkpoints(self, stage: str) -> pathlib.Path:
+        return self.path / stage
+
+    @functools.cached_property
+    def config(self) -> Config:
+        """The stored config. Raises `UserError` if this is no workdir."""
+        if not self.exists:
+            raise UserError(f"{self.path} is no workdir: it has no config.json")
+        try:
+            stored = json.loads(self._config_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self._config_path} cannot be read ({error})") from error
+        return resolve(stored)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.path / "tokenizer")
+
+    def check_config(self, config: Config, training: bool) -> None:
+        """Raises `UserError` that names the first key in which `config` does not fit what is here."""
+        pairs = differing_keys(as_dict(config), as_dict(self.config), training)
+        if pairs:
+            key, ours, stored = pairs[0]
+            more = f" (and {len(pairs) - 1} more keys)" if len(pairs) > 1 else ""
+            way_out = ", or --overwrite to delete what is there" if training else ""
+            raise UserError(
+                f"{self.path} was made with {key}={stored!r}, not {ours!r}{more}: give another --workdir, "
+                f"or --config=configs/workdir.py:{self.path} for the stored config{way_out}"
+            )
+
+    def check_corpus(self, corpus: Corpus) -> None:
+        """Raises `UserError` if a resumed run would read other text."""
+        path = self.path / "corpus.json"
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        ours = _describe(corpus)
+        for split, about in stored.items():
+            if about != ours[split]:
+                raise UserError(
+                    f"{path}: the {split} text has changed since ({about['documents']} documents of "
+                    f"{about['characters']} characters then, {ours[split]['documents']} of {ours[split]['characters']} now; "
+                    "another version of Python has other embedded text): give another --workdir, or --overwrite"
+                )
+
+    def refuse_foreign(self) -> None:
+        """Raises `UserError` if the folder holds something that is not a run of ours."""
+        if self.path.exists() and not self.exists:
+            if not self.path.is_dir():
+                raise UserError(f"--workdir={self.path} is a file")
+            names = {entry.name for entry in self.path.iterdir()}
+            # A run that was killed while it made its workdir has left these.
+            if names - {"tokenizer", "corpus.json", "corpus.json.tmp", "config.json.tmp"}:
+                raise UserError(
+                    f"--workdir={self.path} is not empty and no workdir of calm_jax: give another folder"
+                )
+
+    def delete(self) -> None:
+        """Deletes a run of ours; see `refuse_foreign`."""
+        self.refuse_foreign()
+        if self.exists:
+            shutil.rmtree(self.path)
+
+    def create(self, config: Config, tokenizer: Tokenizer, corpus: Corpus) -> None:
+        """Writes what describes a new run; config.json last, which is what makes it a workdir."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            tokenizer.save(self.path / "tokenizer")
+        except OSError as error:
+            raise UserError(
+                f"--workdir={self.path} cannot be written: {error.strerror or error}"
+            ) from error
+        write_atomically(self.path / "corpus.json", json.dumps(_describe(corpus), indent=2) + "\n")
+        self.store_config(config)
+
+    def store_config(self, config: Config) -> None:
+        write_atomically(self._config_path, as_json(config))
+
+    def import_autoencoder(self, source: "Workdir") -> None:
+        """Copies the latest autoencoder of another workdir; it appears here only when it is whole."""
+        step = checkpoint.latest_step(source.checkpoints("autoencoder"))
+        if step is None:
+            raise UserError(
+                f"autoencoder.checkpoint={str(source.path)!r}: {source.path} has no trained autoencoder"
+            )
+        folder = self.checkpoints("autoencoder")
+        beside = self.path / "autoencoder.tmp"
+        try:
+            shutil.rmtree(beside, ignore_errors=True)
+            shutil.copytree(source.checkpoints("autoencoder") / str(step), beside / str(step))
+            beside.rename(folder)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+    def load_params(self, stage: str, task: AutoencoderTask | CalmTask, mesh: Mesh) -> Params:
+        """The latest parameters of a stage, on the mesh."""
+        like = jax.eval_shape(task.init, jax.random.key(0))
+        return checkpoint.load_params(self.checkpoints(stage), like, mesh)

@@ -1,0 +1,1 @@
+"""Recipes. `common.py` has every key; the others are deltas over it."""

@@ -1,0 +1,17 @@
+"""CALM-L: 735.3M parameters (paper, table 1; published BrierLM 6.58 after 250k steps).
+
+    python -m calm_jax.main --config=configs/calm_l.py \\
+        --config.tokenizer.path=tokenizer.model --config.data.train_files='pile/*.jsonl' \\
+        --config.data.validation_files=wikitext.jsonl
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config() -> ConfigDict:
+    config = common.get_config()
+    config.lm.model.hidden_size = 1536
+    config.lm.model.intermediate_size = 4096
+    return config

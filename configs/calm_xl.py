@@ -1,0 +1,17 @@
+"""CALM-XL: 1.830B parameters (paper, table 1; published BrierLM 8.53 after 250k steps).
+
+    python -m calm_jax.main --config=configs/calm_xl.py \\
+        --config.tokenizer.path=tokenizer.model --config.data.train_files='pile/*.jsonl' \\
+        --config.data.validation_files=wikitext.jsonl
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config() -> ConfigDict:
+    config = common.get_config()
+    config.lm.model.hidden_size = 2560
+    config.lm.model.intermediate_size = 6880
+    return config

@@ -1,0 +1,205 @@
+"""Every key of a recipe, with units and sources; the values are the published recipe's for CALM-M.
+
+Recipes import `get_config` from here and change what differs. Keys are overridden on the command
+line as `--config.lm.training.batch_size=64`. There is no EMA of the parameters and no
+best-checkpoint rule: the published recipe has neither, the last step is the model.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+
+    # Every random number of a run follows from this: initial parameters, order of the data, noise.
+    config.seed = 0
+    # What to train: "autoencoder", "lm" (needs an autoencoder in the workdir or a checkpoint of one), or "all".
+    config.stage = "all"
+    # K, tokens per chunk (paper: 4). Both stages share it.
+    config.chunk_size = 4
+    # Arithmetic of the networks, "bfloat16" or "float32"; parameters, losses, norms' statistics and softmax are float32.
+    config.compute_dtype = "bfloat16"
+
+    # --- Text -----------------------------------------------------------------------------------
+    config.data = ConfigDict()
+    # Comma-separated globs of .txt (one document a file), .jsonl or .json (one document a line).
+    # Empty: the source text of the running Python's standard library.
+    config.data.train_files = ""
+    # The same for validation. Empty: held out of the training files, see `holdout_every`.
+    config.data.validation_files = ""
+    # Field of a JSON record that holds the text.
+    config.data.text_field = "text"
+    # Without validation files, one document in this many is held out, by a hash of its file name (and line).
+    config.data.holdout_every = 20
+    # A malformed record: "raise" (names file and line) or "skip" (counted and reported).
+    config.data.on_bad_record = "raise"
+
+    config.tokenizer = ConfigDict()
+    # "llama3" (paper), "sentencepiece" or "bytes".
+    config.tokenizer.kind = "llama3"
+    # File of the tokenizer: Llama 3's tokenizer.model (tiktoken ranks) or tokenizer.json, or a
+    # SentencePiece model. Empty with "sentencepiece": train one on the training text.
+    config.tokenizer.path = ""
+    # Vocabulary of a SentencePiece model that is trained; others have their own (Llama 3: 128,257 with the pad token).
+    config.tokenizer.vocab_size = 512
+
+    # --- Stage 1: the autoencoder (paper, section 2) ----------------------------------------------
+    config.autoencoder = ConfigDict()
+    # Workdir whose autoencoder to use instead of training one. Empty: train.
+    config.autoencoder.checkpoint = ""
+    # Stage 2 refuses an autoencoder that gets fewer of the held-out tokens right (from a sampled latent). Published: over 0.999.
+    config.autoencoder.min_accuracy = 0.98
+    config.autoencoder.model = _autoencoder_model()
+    # Published: each document gets eos and is filled up to whole chunks with pads.
+    config.autoencoder.data = _blocks(2048, append_eos=True, align_documents_to_chunks=True)
+    config.autoencoder.optimizer = _optimizer()
+    config.autoencoder.optimizer.warmup_steps = 1000
+    config.autoencoder.training = _training(num_steps=30_000, batch_size=256)
+
+    # --- Stage 2: the language model (paper, section 3) -------------------------------------------
+    config.lm = ConfigDict()
+    config.lm.model = _transformer()
+    config.lm.head = _energy_head()
+    # Published: no eos, and chunks may straddle documents.
+    config.lm.data = _blocks(8192, append_eos=False, align_documents_to_chunks=False)
+    config.lm.optimizer = _optimizer()
+    config.lm.training = _training(num_steps=250_000, batch_size=256)
+
+    # --- Evaluation -------------------------------------------------------------------------------
+    config.eval = ConfigDict()
+    # Blocks evaluated at once, over all devices.
+    config.eval.batch_size = 8
+    # S, samples per position of BrierLM: at least 2 (published: 2). More cost time and lower the variance.
+    config.eval.num_samples = 2
+    # Blocks, evenly spaced, for the evaluations during training; at the end it is always the whole split.
+    config.eval.part_blocks = 64
+    # Seed of the evaluation's random numbers, apart from the training's.
+    config.eval.seed = 0
+
+    # --- Generation ---------------------------------------------------------------------------------
+    config.sample = ConfigDict()
+    # T in (0, 1]. The author advises at most 0.5 for fluent text.
+    config.sample.temperature = 0.5
+    # N, candidates per chunk of the batch algorithm (published: 200). Not used at T = 1.
+    config.sample.num_candidates = 200
+    # Tokens to generate per prompt.
+    config.sample.max_tokens = 128
+    # A prompt that does not end on a chunk boundary: "left" puts pads before it (for models trained with
+    # lm.data.front_fill="random"), "pad" puts them after it, as the published code does.
+    config.sample.prompt_alignment = "pad"
+    # Prompts of the samples that end a training run.
+    config.sample.prompts = ("The ", "In the year ")
+
+    # --- The run ------------------------------------------------------------------------------------
+    config.checkpoint = ConfigDict()
+    # How many of the latest checkpoints stay, per stage.
+    config.checkpoint.keep = 2
+
+    # Devices along each axis of the mesh; one may be -1, for those that are left. Batches lie over
+    # data x fsdp, parameters over fsdp x tensor.
+    config.mesh = ConfigDict()
+    config.mesh.data = -1
+    config.mesh.fsdp = 1
+    config.mesh.tensor = 1
+    return config
+
+
+def _autoencoder_model() -> ConfigDict:
+    model = ConfigDict()
+    # Z, size of a chunk's latent (paper: 128 for K = 4, 32 K in general).
+    model.latent_size = 128
+    # D and F, width of the layers and of their MLPs.
+    model.hidden_size = 512
+    model.intermediate_size = 1280
+    # Even: one half works on tokens, the other on chunks.
+    model.num_encoder_layers = 2
+    model.num_decoder_layers = 2
+    model.norm_epsilon = 1e-6
+    # Rate at which input tokens are replaced and latent dimensions dropped in training (paper: 0.15).
+    model.dropout = 0.15
+    # Nats per latent dimension below which the KL term does not push (paper: 0.5), and its weight (paper: 0.001).
+    model.kl_clamp = 0.5
+    model.kl_weight = 1e-3
+    return model
+
+
+def _transformer() -> ConfigDict:
+    model = ConfigDict()
+    # D and F, width of the layers and of their MLPs.
+    model.hidden_size = 1024
+    model.intermediate_size = 2752
+    model.num_layers = 16
+    model.num_heads = 16
+    # Key-value heads; fewer than num_heads groups the queries.
+    model.num_kv_heads = 16
+    # Base of the rotary positions, which count chunks.
+    model.rope_theta = 1e4
+    model.norm_epsilon = 1e-6
+    # Recompute each layer in the backward pass: less memory, about a third more arithmetic.
+    model.remat = False
+    return model
+
+
+def _energy_head() -> ConfigDict:
+    head = ConfigDict()
+    head.name = "energy"
+    # Residual MLP blocks (paper: a quarter of num_layers).
+    head.num_blocks = 4
+    # E, size of the uniform noise that a draw starts from.
+    head.noise_size = 64
+    # N and M of the energy score: draws of the model, draws of the target (paper: 8 and 100).
+    head.num_samples = 8
+    head.num_target_samples = 100
+    # Exponent of the distance, in (0, 2]; strictly proper below 2 (paper: 1).
+    head.beta = 1.0
+    return head
+
+
+def _blocks(block_tokens: int, append_eos: bool, align_documents_to_chunks: bool) -> ConfigDict:
+    data = ConfigDict()
+    # T, tokens per training sequence.
+    data.block_tokens = block_tokens
+    # Put eos after each document.
+    data.append_eos = append_eos
+    # Fill each document with pads up to whole chunks, so that no chunk straddles two documents.
+    data.align_documents_to_chunks = align_documents_to_chunks
+    # "random" starts each training document with 0 to K-1 pads, so that the model has seen chunks
+    # that are filled up in front, as a prompt's first chunk may be; "none" is the published way.
+    data.front_fill = "none"
+    return data
+
+
+def _optimizer() -> ConfigDict:
+    optimizer = ConfigDict()
+    # Peak, after warm-up.
+    optimizer.learning_rate = 3e-4
+    # Linear from 0. The published scripts ask for 1000 (autoencoder) and 2000 steps under a scheduler that ignores them; 0 does what they do.
+    optimizer.warmup_steps = 2000
+    # After warm-up: "constant" (published) or "cosine", half a period down to `final_learning_rate`.
+    optimizer.schedule = "constant"
+    optimizer.final_learning_rate = 0.0
+    # AdamW.
+    optimizer.beta1 = 0.9
+    optimizer.beta2 = 0.95
+    optimizer.epsilon = 1e-8
+    # Of matrices and embeddings; biases and norms' scales never decay.
+    optimizer.weight_decay = 0.1
+    # Gradients are scaled down to this global norm.
+    optimizer.max_grad_norm = 1.0
+    return optimizer
+
+
+def _training(num_steps: int, batch_size: int) -> ConfigDict:
+    training = ConfigDict()
+    # Updates, and sequences per update over all devices.
+    training.num_steps = num_steps
+    training.batch_size = batch_size
+    # Microbatches per update, one after the other: less memory, the same result.
+    training.accumulation_steps = 1
+    # Steps between lines of metrics, evaluations of a part of the validation split, and checkpoints.
+    training.log_every = 50
+    training.eval_every = 2000
+    training.checkpoint_every = 1000
+    # Updates with a non-finite loss or gradient are skipped; this many in a row end the run.
+    training.max_nonfinite_steps = 10
+    return training

@@ -1,0 +1,20 @@
+"""The config stored in a workdir: `--config=configs/workdir.py:DIR` (and `--workdir` is DIR unless given)."""
+
+import json
+import pathlib
+
+from ml_collections import ConfigDict
+
+from calm_jax.errors import UserError
+
+
+def get_config(folder: str = "") -> ConfigDict:
+    if not folder:
+        raise UserError("configs/workdir.py needs a workdir: --config=configs/workdir.py:DIR")
+    path = pathlib.Path(folder) / "config.json"
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} is no workdir: {path} cannot be read ({error})") from error
+    stored["sample"]["prompts"] = tuple(stored["sample"]["prompts"])
+    return ConfigDict(stored)

@@ -1,0 +1,21 @@
+"""Shared set-up: CPU, the persistent compilation cache, and tiny recipes."""
+
+import os
+import pathlib
+
+# Before jax is first imported.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+import pytest
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def golden() -> pathlib.Path:
+    """The folder of the published code's recorded numbers."""
+    return GOLDEN
