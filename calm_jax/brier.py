@@ -86,12 +86,13 @@ def score(sums: BlockSums) -> Score:
     # A block's contribution to average n has mean zero over blocks, so the sum of squares is enough.
     correction = blocks / (blocks - 1) if blocks > 1 else float("nan")
     covariance_44 = correction * gradient_48 @ np.asarray(sums.product, np.float64) @ gradient_48.T
-    brier_error = tuple(np.sqrt(np.diag(covariance_44)))
+    # A variance of 0 may come out as a rounding error below it.
+    brier_error = tuple(np.sqrt(np.maximum(np.diag(covariance_44), 0)))
     if (brier_4 <= 0).any():
         return Score(0.0, float("nan"), tuple(brier_4), brier_error)
     brierlm = 100 * float(np.prod(brier_4)) ** (1 / ORDERS)
     direction_4 = brierlm / ORDERS / brier_4
-    error = float(np.sqrt(direction_4 @ covariance_44 @ direction_4))
+    error = float(np.sqrt(max(direction_4 @ covariance_44 @ direction_4, 0)))
     return Score(brierlm, error, tuple(brier_4), brier_error)
 
 

@@ -25,11 +25,11 @@ EXIT_INTERRUPTED = 75
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], None]:
     """Wraps a command's `main(argv)`: a `UserError` becomes one line and exit status 2."""
 
-    # Libraries log every checkpoint and compilation at INFO; --verbosity=0 shows it.
-    flags.FLAGS.set_default("verbosity", logging.WARNING)
-
     @functools.wraps(main)
     def run(argv: list[str]) -> None:
+        # Libraries log every checkpoint and compilation at INFO; --verbosity=0 shows it.
+        if not flags.FLAGS["verbosity"].present:
+            logging.set_verbosity(logging.WARNING)
         try:
             sys.exit(main(argv) or 0)
         except UserError as error:

@@ -8,10 +8,10 @@ import re
 import sys
 
 from absl import app, flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from calm_jax import recipe
-from calm_jax.config import resolve
+from calm_jax.config import nearest, resolve
 from calm_jax.errors import UserError, command
 from calm_jax.train import Profile
 from calm_jax.workdir import Workdir
@@ -39,24 +39,41 @@ def _default_workdir(config_flag: str) -> pathlib.Path:
 
 def _parse_flags(argv: list[str]) -> list[str]:
     """Parses flags; what is wrong with them is one line instead of a traceback."""
+    recipes = [arg.split("=", 1)[1] for arg in argv if arg.startswith("--config=")]
     try:
+        for recipe_flag in recipes:
+            file = recipe_flag.partition(":")[0]
+            if not pathlib.Path(file).is_file():
+                raise UserError(f"--config={recipe_flag}: there is no file {file}")
         return flags.FLAGS(argv)
     except UserError as error:
         message = str(error)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        message = _config_error(error, argv)
-    except (OSError, ImportError, SyntaxError) as error:
-        message = f"--config cannot be loaded: {error}"
-    except flags.Error as error:
-        message = str(error)
+    except (AttributeError, KeyError) as error:
+        message = _unknown_key(argv, recipes[-1]) or f"--config={recipes[-1]}: {error!r}"
+    except (TypeError, ValueError, OSError, ImportError, SyntaxError, flags.Error) as error:
+        message = " ".join(str(error).split())
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
-def _config_error(error: Exception, argv: list[str]) -> str:
-    """What is wrong with a `--config.KEY=VALUE`, with the nearest key."""
-    files = [arg.split("=", 1)[1] for arg in argv if arg.startswith("--config=")]
-    return str(error).splitlines()[0] + f" (--config={files[-1]})" if files else str(error)
+def _unknown_key(argv: list[str], recipe_flag: str) -> str:
+    """Names the first `--config.KEY` that the recipe does not have, and the nearest that it has."""
+    alone = [argv[0], f"--config={recipe_flag}"]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=alone)
+    values(alone)
+    for arg in argv:
+        name = arg.partition("=")[0]
+        if not name.startswith("--config."):
+            continue
+        section, known = values.config, "config"
+        for key in name.removeprefix("--config.").split("."):
+            if not isinstance(section, ConfigDict) or key not in section:
+                names = list(section) if isinstance(section, ConfigDict) else []
+                hint = nearest(key, names) if names else f"{known} has no keys under it"
+                return f"{name}: {known} has no key {key!r}: {hint}"
+            section, known = section[key], f"{known}.{key}"
+    return ""
 
 
 def _profile(text: str, folder: pathlib.Path) -> Profile:

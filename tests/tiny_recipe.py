@@ -1,0 +1,33 @@
+"""A recipe of seconds, for tests: `tests/tiny_recipe.py:GLOB` reads the text files of GLOB."""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config(train_files: str) -> ConfigDict:
+    config = quickstart.get_config()
+    config.data.train_files = train_files
+    config.data.holdout_every = 3
+    config.tokenizer.kind = "bytes"
+    config.autoencoder.min_accuracy = 0.0
+    model = config.autoencoder.model
+    model.latent_size, model.hidden_size, model.intermediate_size = 8, 16, 24
+    model = config.lm.model
+    model.hidden_size, model.intermediate_size, model.num_layers = 16, 24, 2
+    model.num_heads, model.num_kv_heads = 2, 2
+    config.lm.head.noise_size = 4
+    config.lm.head.num_target_samples = 4
+    config.lm.data.block_tokens = 32
+    config.autoencoder.data.block_tokens = 32
+    for stage in (config.autoencoder, config.lm):
+        stage.optimizer.warmup_steps = 2
+        stage.training.num_steps = 12
+        stage.training.batch_size = 4
+        stage.training.log_every = 4
+        stage.training.eval_every = 6
+        stage.training.checkpoint_every = 5
+    config.eval.part_blocks = 3
+    config.sample.num_candidates = 8
+    config.sample.max_tokens = 8
+    return config
