@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,10 @@ class AutoencoderStage:
     data: BlockConfig
     optimizer: OptimizerConfig
     training: TrainingConfig
+
+    def __post_init__(self):
+        if not 0 <= self.min_accuracy <= 1:
+            raise UserError(f"autoencoder.min_accuracy={self.min_accuracy} must be in [0, 1]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +101,8 @@ def nearest(name: str, names: list[str]) -> str:
 
 def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
+    if not hasattr(section, "keys"):  # a dict or a ConfigDict
+        raise UserError(f"{path.rstrip('.')}={section!r} must be a section of keys")
     for key in section:
         if key not in fields:
             raise UserError(f"config has no key {path}{key!s}: {nearest(key, list(fields))}")
@@ -110,9 +117,13 @@ def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
                 kind = _head_config(value)
             value = _build(kind, value, f"{path}{name}.")
         elif isinstance(kind, types.GenericAlias) and kind.__origin__ is tuple:
+            if not isinstance(value, (list, tuple)) or any(type(x) is not str for x in value):
+                raise UserError(f"{path}{name}={value!r} must be a tuple of strings")
             value = tuple(value)
         elif kind is float and type(value) is int:
             value = float(value)
+        elif kind is float and isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{path}{name}={value!r} must be a finite number")
         elif type(value) is not kind:
             raise UserError(f"{path}{name}={value!r} must be {kind.__name__}")
         values[name] = value
@@ -128,10 +139,12 @@ def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
 
 
 def _head_config(section: Mapping[str, Any]) -> type:
+    if not hasattr(section, "keys"):
+        raise UserError(f"lm.head={section!r} must be a section of keys")
     if "name" not in section:
         raise UserError("the config lacks the key lm.head.name")
     name = section["name"]
-    if name not in HEADS:
+    if not isinstance(name, str) or name not in HEADS:
         raise UserError(f"lm.head.name={name!r}: {nearest(str(name), list(HEADS))}")
     return HEADS[name][1]
 

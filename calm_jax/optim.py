@@ -33,8 +33,15 @@ class OptimizerConfig:
             raise UserError(f"optimizer.learning_rate={self.learning_rate} must be positive")
         if self.warmup_steps < 0:
             raise UserError(f"optimizer.warmup_steps={self.warmup_steps} must not be negative")
-        if self.max_grad_norm <= 0:
-            raise UserError(f"optimizer.max_grad_norm={self.max_grad_norm} must be positive")
+        for name in ("max_grad_norm", "epsilon"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"optimizer.{name}={getattr(self, name)} must be positive")
+        for name in ("final_learning_rate", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise UserError(f"optimizer.{name}={getattr(self, name)} must not be negative")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"optimizer.{name}={getattr(self, name)} must be in [0, 1)")
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

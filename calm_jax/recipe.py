@@ -23,7 +23,7 @@ from calm_jax.evaluate import Evaluator
 from calm_jax.mesh import check_batch, make_mesh
 from calm_jax.metrics import MetricsLog, finite, write_atomically
 from calm_jax.tasks import AutoencoderTask, CalmTask, Params, counted_for_brier
-from calm_jax.train import Profile, Trained, train
+from calm_jax.train import Profile, Stage, Trainer
 from calm_jax.workdir import Workdir, make_autoencoder_task, make_lm_task
 
 
@@ -110,28 +110,34 @@ class Run:
         task = self.autoencoder_task if name == "autoencoder" else self.lm_task
         return Evaluator(task, self.blocks[name].validation, self.config.eval, self.mesh)
 
-    def train(self, name: str, frozen: Params, evaluator: Evaluator, profile: Profile) -> Trained:
+    def train(self, name: str, frozen: Params, evaluator: Evaluator, profile: Profile) -> Params:
         """Trains one stage to its last step."""
-        stage = getattr(self.config, name)
+        config = getattr(self.config, name)
+        task = self.autoencoder_task if name == "autoencoder" else self.lm_task
+        stage = Stage(
+            name,
+            task,
+            frozen,
+            self.blocks[name].train,
+            evaluator,
+            config.training,
+            config.optimizer,
+        )
+        about = {"config": as_dict(self.config), "tokenizer": self.tokenizer.fingerprint}
         checkpointer = Checkpointer(self.workdir.checkpoints(name), self.config.checkpoint.keep)
         try:
-            return train(
-                name,
-                self.autoencoder_task if name == "autoencoder" else self.lm_task,
-                frozen,
-                self.blocks[name].train,
-                evaluator,
-                stage.training,
-                stage.optimizer,
-                self.config.eval.part_blocks,
+            trainer = Trainer(
+                stage,
                 self.config.seed,
                 self.tokenizer.pad_id,
+                self.config.eval.part_blocks,
                 self.mesh,
                 checkpointer,
                 self.log,
-                {"config": as_dict(self.config), "tokenizer": self.tokenizer.fingerprint},
+                about,
                 profile,
             )
+            return trainer.run()
         finally:
             checkpointer.close()
 
@@ -270,8 +276,7 @@ def _train_and_report(run: Run, profile: Profile) -> None:
             workdir.import_autoencoder(source)
         params = workdir.load_params("autoencoder", run.autoencoder_task, run.mesh)
     elif _needs(config, "autoencoder"):
-        trained = run.train("autoencoder", {}, evaluator, profile)
-        params = trained.params
+        params = run.train("autoencoder", {}, evaluator, profile)
     else:
         params = workdir.load_params("autoencoder", run.autoencoder_task, run.mesh)
     results["autoencoder"] = run.validate("autoencoder", evaluator, params, {})
@@ -279,10 +284,10 @@ def _train_and_report(run: Run, profile: Profile) -> None:
         run.check_autoencoder(results["autoencoder"]["token_accuracy_from_sample"])
         frozen = {"params": params}
         evaluator = run.evaluator("lm")
-        trained = run.train("lm", frozen, evaluator, profile)
-        results["lm"] = run.validate("lm", evaluator, trained.params, frozen)
+        lm_params = run.train("lm", frozen, evaluator, profile)
+        results["lm"] = run.validate("lm", evaluator, lm_params, frozen)
         results["floor"] = brier.as_values(run.floor())
-        samples = text_lib.samples(run.lm_task, trained.params, frozen, run.tokenizer, config)
+        samples = text_lib.samples(run.lm_task, lm_params, frozen, run.tokenizer, config)
         write_atomically(workdir.samples_path, samples)
         print(f"\n{samples}")
     for name in ("autoencoder", "lm"):

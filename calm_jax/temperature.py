@@ -37,7 +37,8 @@ def check_temperature(temperature: float) -> None:
 def split_exponent(temperature: float) -> tuple[int, float]:
     """`(n, a)` of `1/T = n + a`; a T within rounding of 1/n (0.33333333) counts as 1/n."""
     check_temperature(temperature)
-    exponent = 1 / temperature
+    # No pool holds a chunk as often as that, so what lies beyond makes no difference.
+    exponent = min(1 / temperature, 2.0**30)
     whole = round(exponent)
     if math.isclose(exponent, whole, rel_tol=1e-6):
         return whole, 0.0

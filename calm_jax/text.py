@@ -20,10 +20,8 @@ def _encode(text: str, tokenizer: Tokenizer, chunk_size: int, alignment: str) ->
     except (UnicodeEncodeError, TypeError) as error:
         raise UserError(f"the prompt {text!r} is not valid Unicode text") from error
     pads = [tokenizer.pad_id] * (-len(ids) % chunk_size)
-    # No hidden state precedes the first chunk, so a prompt shorter than a chunk is filled in front
-    # whatever the alignment: there is nothing else to predict from.
-    in_front = alignment == "left"
-    return np.asarray(pads + ids if in_front else ids + pads, np.int32).reshape(-1, chunk_size)
+    filled = pads + ids if alignment == "left" else ids + pads
+    return np.asarray(filled, np.int32).reshape(-1, chunk_size)
 
 
 def continuations(

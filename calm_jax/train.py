@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import signal
 import time
 from collections.abc import Callable
@@ -115,7 +114,7 @@ def make_step(
 
         weight = jnp.maximum(metrics["loss"][1], 1)
         gradient = jax.tree.map(lambda g: g / weight, gradient)
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
 
@@ -208,148 +207,171 @@ class Profile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
-    """What a finished stage hands on."""
+class Stage:
+    """What to train, on what, how, and how to score it on the way."""
 
-    params: Params
-    step: int
-    seconds: float
-    skipped_updates: int
+    name: str
+    task: Task
+    frozen: Params
+    blocks: Blocks
+    evaluator: Evaluator
+    training: TrainingConfig
+    optimizer: OptimizerConfig
 
 
-def train(
-    name: str,
-    task: Task,
-    frozen: Params,
-    blocks: Blocks,
-    evaluator: Evaluator,
-    config: TrainingConfig,
-    optimizer_config: OptimizerConfig,
-    part_blocks: int,
-    seed: int,
-    pad_id: int,
-    mesh: Mesh,
-    checkpointer: Checkpointer,
-    log: MetricsLog,
-    about: dict,
-    profile: Profile,
-) -> Trained:
+class Trainer:
     """Trains a stage to its last step, from its latest checkpoint if there is one.
 
-    Raises `Interrupted` after a signal, with everything saved, and `UserError` when updates stay
-    non-finite or a checkpoint cannot be written.
+    about: what each checkpoint says of itself. part_blocks: how much of the validation split the
+    evaluations on the way look at.
     """
-    optimizer = make_optimizer(optimizer_config, config.num_steps)
-    schedule = make_schedule(optimizer_config, config.num_steps)
-    data = training_batches(
-        blocks, config.batch_size, seed, jax.process_index(), jax.process_count()
-    )
-    shape = jax.ShapeDtypeStruct((config.batch_size, blocks.tokens.shape[1]), jnp.int32)
-    state = init_state(task, optimizer, frozen, {"tokens": shape, "targets": shape}, seed, mesh)
-    if checkpointer.latest_step is not None:
-        params, rest = checkpointer.restore(state.params, _rest(state), data, mesh)
-        state = TrainState(params=params, **rest)
-    first_step = int(state.step)
-    log.cut_back(name, first_step)
 
-    step_fn = jax.jit(
-        make_step(task, optimizer, config, seed, pad_id),
-        donate_argnums=0,
-        out_shardings=shardings(state, mesh),
-    )
-    replicated = NamedSharding(mesh, PartitionSpec())
-    to_host = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=replicated)
-    progress = Progress(name, first_step, config.num_steps)
-    if first_step:
-        progress.note(f"resumed at step {first_step}")
-    saved_step = first_step if checkpointer.latest_step is not None else None
-    began, logged, logged_step = time.monotonic(), time.monotonic(), first_step
+    def __init__(
+        self,
+        stage: Stage,
+        seed: int,
+        pad_id: int,
+        part_blocks: int,
+        mesh: Mesh,
+        checkpointer: Checkpointer,
+        log: MetricsLog,
+        about: dict,
+        profile: Profile,
+    ):
+        self._stage, self._part_blocks, self._mesh = stage, part_blocks, mesh
+        self._checkpointer, self._log = checkpointer, log
+        self._about, self._profile = about, profile
+        config, blocks = stage.training, stage.blocks
+        optimizer = make_optimizer(stage.optimizer, config.num_steps)
+        self._schedule = make_schedule(stage.optimizer, config.num_steps)
+        self._data = training_batches(
+            blocks, config.batch_size, seed, jax.process_index(), jax.process_count()
+        )
+        shape = jax.ShapeDtypeStruct((config.batch_size, blocks.tokens.shape[1]), jnp.int32)
+        batch = {"tokens": shape, "targets": shape}
+        self._state = init_state(stage.task, optimizer, stage.frozen, batch, seed, mesh)
+        self._saved_step = checkpointer.latest_step
+        if self._saved_step is not None:
+            self._restore()
+        self._first_step = int(self._state.step)
+        log.cut_back(stage.name, self._first_step)
+        self._update = jax.jit(
+            make_step(stage.task, optimizer, config, seed, pad_id),
+            donate_argnums=0,
+            out_shardings=shardings(self._state, mesh),
+        )
+        replicated = NamedSharding(mesh, PartitionSpec())
+        self._to_host = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=replicated)
 
-    def save(step: int) -> None:
-        nonlocal saved_step
-        if step != saved_step:
-            checkpointer.save(step, state.params, _rest(state), data, about)
-            saved_step = step
+    def _restore(self) -> None:
+        params, rest = self._checkpointer.restore(
+            self._state.params, self._all_but_params(), self._data, self._mesh
+        )
+        self._state = TrainState(params=params, **rest)
 
-    def evaluate_part(step: int) -> None:
-        if step % config.eval_every == 0 and 0 < step < config.num_steps:
-            if log.find(name, "validation_part", step) is None:
-                log.write(
-                    name,
-                    "validation_part",
-                    step,
-                    evaluator(state.params, frozen, part_blocks),
-                )
-            nonlocal logged
-            logged = time.monotonic()
+    def _all_but_params(self) -> dict[str, Any]:
+        rest = self._state._asdict()
+        del rest["params"]
+        return rest
 
-    with _StopSignal() as stop:
+    def _save(self, step: int) -> None:
+        if step != self._saved_step:
+            rest = self._all_but_params()
+            self._checkpointer.save(step, self._state.params, rest, self._data, self._about)
+            self._saved_step = step
+
+    def run(self) -> Params:
+        """The parameters after the last step.
+
+        Raises `Interrupted` after a signal, with everything saved, and `UserError` when updates stay
+        non-finite or a checkpoint cannot be written.
+        """
+        stage, config = self._stage, self._stage.training
+        self._progress = Progress(stage.name, self._first_step, config.num_steps)
+        if self._first_step:
+            self._progress.note(f"resumed at step {self._first_step}")
+        self._began = self._logged_at = time.monotonic()
+        self._logged_step = self._first_step
         try:
-            # A run that was killed between a checkpoint and its evaluation makes up for it.
-            evaluate_part(first_step)
-            for step in itertools.count(first_step + 1):
-                if step > config.num_steps:
-                    break
-                if step == profile.first:
-                    jax.profiler.start_trace(profile.folder)
-                state = step_fn(state, frozen, global_batch(next(data), mesh))
-                if step == profile.last:
-                    jax.block_until_ready(state)
-                    jax.profiler.stop_trace()
-                    progress.note(f"profile of steps {profile.first} to {step} in {profile.folder}")
-                progress.step(step)
-                if step % config.log_every == 0 or step == config.num_steps:
-                    metrics, streak, total = to_host(
-                        (state.metrics, state.nonfinite_streak, state.nonfinite_total)
-                    )
-                    _check_finite(name, int(streak), int(state.step), config, checkpointer)
-                    values = {key: ratio(jax.device_get(pair)) for key, pair in metrics.items()}
-                    now = time.monotonic()
-                    rate = (step - logged_step) / max(now - logged, 1e-9)
-                    values |= {
-                        "learning_rate": float(schedule(step - int(total) - 1)),
-                        "skipped_updates": int(total),
-                        "tokens_per_second": values["tokens_per_step"] * rate,
-                        "seconds": now - began,
-                    }
-                    logged, logged_step = now, step
-                    log.write(name, "train", step, values)
-                    progress.values(step, values)
-                evaluate_part(step)
-                if stop.name:
-                    save(step)
-                    checkpointer.wait()
-                    raise Interrupted(
-                        f"{stop.name}: stage {name} is saved at step {step}; the same command goes on from there"
-                    )
-                if step % config.checkpoint_every == 0 or step == config.num_steps:
-                    save(step)
-            checkpointer.wait()
+            with _StopSignal() as stop:
+                # A run that was killed between a checkpoint and its evaluation makes up for it.
+                self._evaluate(self._first_step)
+                for step in range(self._first_step + 1, config.num_steps + 1):
+                    self._step(step)
+                    if step % config.log_every == 0 or step == config.num_steps:
+                        self._write_metrics(step)
+                    self._evaluate(step)
+                    if stop.name:
+                        self._save(step)
+                        self._checkpointer.wait()
+                        raise Interrupted(
+                            f"{stop.name}: stage {stage.name} is saved at step {step}; the same command goes on from there"
+                        )
+                    if step % config.checkpoint_every == 0 or step == config.num_steps:
+                        self._save(step)
+                self._checkpointer.wait()
         finally:
-            progress.close()
-    seconds = time.monotonic() - began
-    return Trained(state.params, int(state.step), seconds, int(state.nonfinite_total))
+            self._progress.close()
+        return self._state.params
 
+    def _step(self, step: int) -> None:
+        if step == self._profile.first:
+            jax.profiler.start_trace(self._profile.folder)
+        batch = global_batch(next(self._data), self._mesh)
+        self._state = self._update(self._state, self._stage.frozen, batch)
+        if step == self._profile.last:
+            jax.block_until_ready(self._state)
+            jax.profiler.stop_trace()
+            self._progress.note(
+                f"profile of steps {self._profile.first} to {step} in {self._profile.folder}"
+            )
+        self._progress.step(step)
 
-def _rest(state: TrainState) -> dict[str, Any]:
-    rest = state._asdict()
-    del rest["params"]
-    return rest
+    def _write_metrics(self, step: int) -> None:
+        state = self._state
+        metrics, streak, skipped = jax.device_get(
+            self._to_host((state.metrics, state.nonfinite_streak, state.nonfinite_total))
+        )
+        self._check_finite(int(streak), int(state.step))
+        values = {name: ratio(pair) for name, pair in metrics.items()}
+        now = time.monotonic()
+        steps_per_second = (step - self._logged_step) / (now - self._logged_at)
+        values |= {
+            # A skipped update does not move the schedule.
+            "learning_rate": float(self._schedule(step - int(skipped) - 1)),
+            "skipped_updates": int(skipped),
+            "tokens_per_second": values["tokens_per_step"] * steps_per_second,
+            "seconds": now - self._began,
+        }
+        self._logged_at, self._logged_step = now, step
+        self._log.write(self._stage.name, "train", step, values)
+        self._progress.values(step, values)
 
+    def _evaluate(self, step: int) -> None:
+        """On a part of the validation split; after the last step comes the whole of it."""
+        config, name = self._stage.training, self._stage.name
+        if step % config.eval_every or not 0 < step < config.num_steps:
+            return
+        began = time.monotonic()
+        if self._log.find(name, "validation_part", step) is None:
+            values = self._stage.evaluator(
+                self._state.params, self._stage.frozen, self._part_blocks
+            )
+            self._log.write(name, "validation_part", step, values)
+        # Not training time: neither in the rates nor in the total.
+        self._logged_at += time.monotonic() - began
 
-def _check_finite(
-    name: str, streak: int, step: int, config: TrainingConfig, checkpointer: Checkpointer
-) -> None:
-    if streak < config.max_nonfinite_steps:
-        return
-    checkpointer.wait()
-    kept = checkpointer.latest_step
-    good = (
-        "no checkpoint was written yet"
-        if kept is None
-        else f"the checkpoint of step {kept} is good"
-    )
-    raise UserError(
-        f"{name}: loss or gradient was not finite in {streak} updates in a row, steps {step - streak + 1} to {step}; "
-        f"{good}. A lower {name}.optimizer.learning_rate or {name}.optimizer.max_grad_norm may help"
-    )
+    def _check_finite(self, streak: int, step: int) -> None:
+        if streak < self._stage.training.max_nonfinite_steps:
+            return
+        self._checkpointer.wait()
+        kept, name = self._checkpointer.latest_step, self._stage.name
+        good = (
+            "no checkpoint was written yet"
+            if kept is None
+            else f"the checkpoint of step {kept} is good"
+        )
+        raise UserError(
+            f"{name}: loss or gradient was not finite in {streak} updates in a row, steps {step - streak + 1} to {step}; "
+            f"{good}. A lower {name}.optimizer.learning_rate or {name}.optimizer.max_grad_norm may help"
+        )

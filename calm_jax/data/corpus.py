@@ -63,7 +63,7 @@ def standard_library_documents() -> list[Document]:
         if folders & (_NOT_SOURCE | _GENERATED):
             continue
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
             continue  # a few files test other source encodings
         documents.append(Document(path.relative_to(root).as_posix(), text))
@@ -84,7 +84,7 @@ def _files(globs: str, key: str) -> list[str]:
     for file in files:
         if not file.endswith(_SUFFIXES):
             raise UserError(f"{key}: {file} is none of {', '.join(_SUFFIXES)}")
-    return files
+    return list(dict.fromkeys(files))
 
 
 class _BadRecord(Exception):
@@ -100,7 +100,7 @@ def _parse(line: bytes, text_field: str) -> str:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise _BadRecord("invalid UTF-8", f"byte {error.start} is not valid UTF-8") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
         raise _BadRecord("malformed JSON", f"not valid JSON ({error})") from error
     if not isinstance(record, dict) or text_field not in record:
         raise _BadRecord("missing field", f"no field {text_field!r}")
@@ -118,7 +118,8 @@ def _read_file(file: str, text_field: str) -> Iterator[Document | tuple[str, _Ba
     name = pathlib.Path(file).name
     if file.endswith(".txt"):
         try:
-            yield Document(name, pathlib.Path(file).read_text(encoding="utf-8"))
+            # Not read_text, which would make "\n" of every line end.
+            yield Document(name, pathlib.Path(file).read_bytes().decode("utf-8"))
         except UnicodeDecodeError as error:
             bad = _BadRecord("invalid UTF-8", f"byte {error.start} is not valid UTF-8")
             yield file, bad
@@ -158,7 +159,7 @@ def _read(globs: str, key: str, config: DataConfig, skipped: collections.Counter
 
 def is_held_out(name: str, every: int) -> bool:
     """Whether a document of this name is in the validation split, for one document in `every`."""
-    digest = hashlib.blake2b(name.encode("utf-8"), digest_size=8).digest()
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % every == 0
 
 
@@ -170,6 +171,13 @@ def load_corpus(config: DataConfig) -> Corpus:
     else:
         documents = standard_library_documents()
     if config.validation_files:
+        overlap = set(_files(config.train_files, "data.train_files")) & set(
+            _files(config.validation_files, "data.validation_files")
+        )
+        if overlap:
+            raise UserError(
+                f"data.validation_files: {min(overlap)} is among data.train_files too; a held-out file cannot be"
+            )
         validation = _read(config.validation_files, "data.validation_files", config, skipped)
         return Corpus(documents, validation, dict(skipped))
     held_out = [is_held_out(document.name, config.holdout_every) for document in documents]

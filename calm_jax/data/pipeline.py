@@ -116,7 +116,8 @@ class _ProcessRows(grain.MapDataset):
         self._first = process_index * self._rows
 
     def __len__(self) -> int:
-        return len(self._parent) // self._batch_size * self._rows
+        # An endless parent is sys.maxsize long; half of that leaves Grain room to round up.
+        return len(self._parent) // 2 // self._batch_size * self._rows
 
     def __getitem__(self, index):
         batch, row = divmod(index, self._rows)

@@ -110,7 +110,10 @@ class ByteTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model that has bos, eos and pad."""
+    """A SentencePiece model that has bos, eos and pad.
+
+    It writes spaces as U+2581, so that this one character comes back as a space.
+    """
 
     kind = "sentencepiece"
 
@@ -156,7 +159,6 @@ class Llama3Tokenizer(Tokenizer):
             self._read_json(model)
         else:
             self._read_ranks(model)
-        self.vocab_size = self.pad_id + 1
 
     def _read_json(self, model: bytes) -> None:
         try:
@@ -169,8 +171,11 @@ class Llama3Tokenizer(Tokenizer):
                 raise UserError(f"tokenizer: tokenizer.json has no {token}, as Llama 3's has")
             setattr(self, name, token_id)
         self._bpe.encode_special_tokens = True
+        self._bpe.no_truncation()
+        self._bpe.no_padding()
         pad_id = self._bpe.token_to_id("[PAD]")
         self.pad_id = self._bpe.get_vocab_size() if pad_id is None else pad_id
+        self.vocab_size = max(self.pad_id + 1, self._bpe.get_vocab_size())
 
     def _read_ranks(self, model: bytes) -> None:
         ranks: dict[bytes, int] = {}
@@ -183,10 +188,13 @@ class Llama3Tokenizer(Tokenizer):
             raise UserError(
                 "tokenizer: the file is neither Llama 3's tiktoken ranks nor a tokenizer.json"
             ) from error
-        if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
+        if sorted(ranks.values()) != list(range(len(ranks))):
             raise UserError("tokenizer: the ranks are not 0, 1, 2, ... without gaps")
+        if any(bytes([byte]) not in ranks for byte in range(256)):
+            raise UserError("tokenizer: the ranks lack some of the 256 single bytes")
         self.bos_id, self.eos_id = len(ranks), len(ranks) + 1
         self.pad_id = len(ranks) + self._NUM_SPECIAL
+        self.vocab_size = self.pad_id + 1
 
         letter = _byte_letters()
         spell = {token: "".join(letter[byte] for byte in token) for token in ranks}
@@ -275,9 +283,10 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
     """Reads what `Tokenizer.save` wrote, and checks that it is whole."""
     try:
         description = json.loads((folder / "description.json").read_text())
-        tokenizer = KINDS[description["kind"]]((folder / "model").read_bytes())
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder} holds no readable tokenizer ({error})") from error
-    if tokenizer.fingerprint != description["fingerprint"]:
+        kind, fingerprint = KINDS[description["kind"]], description["fingerprint"]
+        tokenizer = kind((folder / "model").read_bytes())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder} holds no readable tokenizer ({error!r})") from error
+    if tokenizer.fingerprint != fingerprint:
         raise UserError(f"{folder}/model is damaged: its fingerprint is not the one that was saved")
     return tokenizer

@@ -159,14 +159,27 @@ def energy_head_rows(num_blocks: int) -> list[Row]:
     ]
 
 
-def read_parameters(rows: list[Row], tensors: Mapping[str, np.ndarray]) -> dict:
-    """Published tensors -> a nested dict of parameters. Raises `UserError` for a missing name."""
+def read_parameters(rows: list[Row], tensors: Mapping[str, np.ndarray], like: Mapping) -> dict:
+    """Published tensors -> a nested dict of parameters, of the shapes of `like`.
+
+    Raises `UserError` that names the tensor which is missing or has another shape.
+    """
+    shapes = flax.traverse_util.flatten_dict(like, sep="/")
     flat = {}
     for row in rows:
         missing = [name for name in row.published_names() if name not in tensors]
         if missing:
             raise UserError(f"the checkpoint has no tensor {missing[0]}")
-        layers = [row.transform.read(tensors[name]) for name in row.published_names()]
+        shape = shapes[row.parameter].shape
+        expected = shape[1:] if row.num_layers else shape
+        layers = []
+        for name in row.published_names():
+            published_shape = row.transform.write(np.empty(expected)).shape
+            if tensors[name].shape != published_shape:
+                raise UserError(
+                    f"the checkpoint's {name} has shape {tensors[name].shape}; its config.json asks for {published_shape}"
+                )
+            layers.append(row.transform.read(tensors[name]))
         flat[row.parameter] = np.stack(layers) if row.num_layers else layers[0]
     return flax.traverse_util.unflatten_dict(flat, sep="/")
 

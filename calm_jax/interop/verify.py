@@ -10,6 +10,7 @@ folder in the published format (tests/golden/README.md). Exit status: 0 all agre
 import dataclasses
 import pathlib
 import re
+import zipfile
 from collections.abc import Callable, Iterator
 
 import jax
@@ -51,7 +52,11 @@ def compare(case: str, quantity: str, ours: np.ndarray, published: np.ndarray) -
     absolute = float(np.abs(ours.astype(np.float64) - published.astype(np.float64)).max())
     if published.dtype.kind in "iub":
         return Row(case, quantity, absolute, np.inf if absolute else 0.0)
-    return Row(case, quantity, absolute, absolute / float(np.abs(published).max()))
+    if absolute == 0:
+        return Row(case, quantity, 0.0, 0.0)
+    # Where the published array is all zeros, nothing but zeros agrees.
+    scale = float(np.abs(published).max())
+    return Row(case, quantity, absolute, absolute / scale if scale else np.inf)
 
 
 def _cases(folder: pathlib.Path) -> Iterator[tuple[str, Callable | None]]:
@@ -74,10 +79,13 @@ def verify(folder: pathlib.Path) -> tuple[list[Row], list[str]]:
             try:
                 with np.load(folder / f"{case}.npz") as golden:
                     arrays = {name: golden[name] for name in golden.files}
-            except (OSError, ValueError, EOFError) as error:
+            except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
                 raise UserError(f"{folder / case}.npz cannot be read ({error})") from error
-            for quantity, ours, published in run(folder / case, arrays):
-                rows.append(compare(case, quantity, ours, published))
+            try:
+                for quantity, ours, published in run(folder / case, arrays):
+                    rows.append(compare(case, quantity, ours, published))
+            except KeyError as error:
+                raise UserError(f"{folder / case}.npz has no array {error}") from error
     return rows, unknown
 
 
@@ -87,7 +95,9 @@ def _worst_of_kind(rows: list[Row]) -> list[Row]:
     for row in rows:
         kind = re.sub(r"^gradient .*", "gradients", row.quantity)
         key = (row.case, kind)
-        if key not in kept or not row.relative <= kept[key].relative:
+        # NaN is the worst of all.
+        known = kept[key].relative if key in kept else -np.inf
+        if not np.isnan(known) and not row.relative <= known:
             kept[key] = dataclasses.replace(row, quantity=kind)
     return list(kept.values())
 

@@ -40,6 +40,13 @@ class AutoencoderConfig:
                 raise UserError(
                     f"autoencoder.model.{name}={getattr(self, name)} must be at least 1"
                 )
+        for name in ("kl_clamp", "kl_weight"):
+            if getattr(self, name) < 0:
+                raise UserError(
+                    f"autoencoder.model.{name}={getattr(self, name)} must not be negative"
+                )
+        if self.norm_epsilon <= 0:
+            raise UserError(f"autoencoder.model.norm_epsilon={self.norm_epsilon} must be positive")
         if not 0 <= self.dropout < 1:
             raise UserError(f"autoencoder.model.dropout={self.dropout} must be in [0, 1)")
 

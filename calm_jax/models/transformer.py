@@ -30,6 +30,9 @@ class TransformerConfig:
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise UserError(f"lm.model.{name}={getattr(self, name)} must be at least 1")
+        for name in ("rope_theta", "norm_epsilon"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"lm.model.{name}={getattr(self, name)} must be positive")
         if self.hidden_size % (2 * self.num_heads):
             raise UserError(
                 f"lm.model.hidden_size={self.hidden_size} must be a multiple of twice lm.model.num_heads="

@@ -1,0 +1,131 @@
+"""Bad input: one line that names the thing and the value, a non-zero exit, nothing written."""
+
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+
+from tests.test_recipe import ROOT
+
+
+@pytest.fixture
+def text(tmp_path):
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_text(f"some text, number {number}. " * 30)
+    return f"{tmp_path}/*.txt"
+
+
+def refuse(capsys, monkeypatch, *args: str) -> str:
+    """The one line on stderr of `python -m calm_jax.main ...`, in this process."""
+    from calm_jax import main
+
+    values = flags.FLAGS
+    values.unparse_flags()
+    for override in [name for name in values if name.startswith("config.")]:
+        delattr(values, override)
+    # Where ml_collections looks for the keys that are overridden.
+    monkeypatch.setattr(sys, "argv", ["main", *args])
+    with pytest.raises(SystemExit) as exit_:
+        main.main(main._parse_flags(["main", *args]))
+    assert exit_.value.code == 2
+    out = capsys.readouterr()
+    lines = out.err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), out.err
+    return lines[0]
+
+
+BAD_VALUES = {
+    "--config.lm.model.num_heads=3": "lm.model.hidden_size=16",
+    "--config.lm.model.num_kv_heads=3": "lm.model.num_kv_heads=3",
+    "--config.lm.data.block_tokens=30": "lm.data.block_tokens=30",
+    "--config.autoencoder.model.num_encoder_layers=3": "autoencoder.model.num_encoder_layers=3",
+    "--config.lm.head.num_samples=1": "lm.head.num_samples=1",
+    "--config.lm.head.beta=0.0": "lm.head.beta=0",
+    "--config.lm.head.beta=2.5": "lm.head.beta=2.5",
+    "--config.lm.head.name=energie": "did you mean 'energy'",
+    "--config.sample.temperature=0.0": "temperature=0",
+    "--config.sample.temperature=1.5": "temperature=1.5",
+    "--config.eval.num_samples=1": "eval.num_samples=1",
+    "--config.stage=both": "stage='both'",
+    "--config.chunk_size=3": "chunk_size=3",
+    "--config.compute_dtype=float8": "compute_dtype='float8'",
+    "--config.tokenizer.kind=gpt": "tokenizer.kind='gpt'",
+    "--config.tokenizer.kind=llama3": "tokenizer.path",
+    "--config.data.on_bad_record=ignore": "data.on_bad_record='ignore'",
+    "--config.lm.training.accumulation_steps=3": "training.batch_size=4",
+    "--config.lm.optimizer.schedule=linear": "lm.optimizer.schedule='linear'",
+    "--config.mesh.fsdp=7": "mesh:",
+    "--config.data.train_files=/nowhere/*.txt": "/nowhere/*.txt",
+    "--config.autoencoder.checkpoint=/nowhere": "autoencoder.checkpoint='/nowhere'",
+    "--config.lm.data.block_tokens=100000": "100000",
+    "--config.lm.model.hidden_sise=8": "did you mean 'hidden_size'",
+    "--config.lm.model.hidden_size=1e3": "1e3",
+    "--profile=5": "--profile='5'",
+    "--mode=evaluate": "evaluate",
+}
+
+
+@pytest.mark.parametrize("option", BAD_VALUES)
+def test_a_bad_value_is_named(option, text, tmp_path, capsys, monkeypatch):
+    workdir = tmp_path / "run"
+    recipe = f"--config=tests/tiny_recipe.py:{text}"
+    assert BAD_VALUES[option] in refuse(capsys, monkeypatch, recipe, f"--workdir={workdir}", option)
+    assert not workdir.exists()
+
+
+BAD_TEXT = {
+    "broken.jsonl": (b'{"text": "good"}\n{"text": \n', "broken.jsonl, line 2"),
+    "field.json": (b'{"body": "no text"}\n', "no field 'text'"),
+    "number.jsonl": (b'{"text": 7}\n', "is int, not a string"),
+    "latin.txt": ("caf\u00e9".encode("latin-1"), "byte 3 is not valid UTF-8"),
+    "latin.jsonl": (b'{"text": "caf\xe9"}\n', "is not valid UTF-8"),
+    "empty.jsonl": (b"", "holds no text"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEXT)
+def test_bad_text_is_named(name, tmp_path, capsys, monkeypatch):
+    content, expected = BAD_TEXT[name]
+    (tmp_path / name).write_bytes(content)
+    recipe = f"--config=tests/tiny_recipe.py:{tmp_path / name}"
+    assert expected in refuse(capsys, monkeypatch, recipe, f"--workdir={tmp_path / 'run'}")
+
+
+def test_a_batch_that_does_not_divide_over_the_devices(text, tmp_path):
+    """In a process of its own, which can have two devices."""
+    out = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "calm_jax.main",
+            f"--config=tests/tiny_recipe.py:{text}",
+            f"--workdir={tmp_path / 'run'}",
+            "--config.lm.training.batch_size=5",
+        ],
+        cwd=ROOT,
+        env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert out.returncode == 2
+    assert "lm.training.batch_size=5 must be a multiple of" in out.stderr
+
+
+GENERATE = {
+    "--workdir=/nowhere": "/nowhere is no workdir",
+    "--workdir=": "--workdir=DIR",
+}
+
+
+@pytest.mark.parametrize("option", GENERATE)
+def test_generation_refuses(option):
+    out = subprocess.run(
+        [sys.executable, "-m", "calm_jax.generate", option, "--prompt=x"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert out.returncode == 2 and GENERATE[option] in out.stderr

@@ -1,0 +1,361 @@
+"""BrierLM: its terms on a known categorical, its score and standard error, the frequency floor."""
+
+import collections
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calm_jax import brier
+from calm_jax.sampling import ChunkModel
+from calm_jax.tasks import MASKED, counted_for_brier
+
+# A known distribution over chunks that share prefixes of every length; the last is never drawn.
+CHUNKS = np.array(
+    [[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]], np.int32
+)
+PROBS = np.array([0.35, 0.2, 0.15, 0.2, 0.1, 0.0])
+
+
+sums_of = jax.jit(brier.block_sums)
+terms_of = jax.jit(brier.brier_terms)
+
+
+def expected_terms() -> np.ndarray:
+    """`2 p_n(y) - sum p_n^2` for each chunk as the target and n = 1..4, [6, 4]."""
+    terms = np.zeros((len(CHUNKS), 4))
+    for n in range(1, 5):
+        prefix = collections.Counter()
+        for chunk, prob in zip(CHUNKS, PROBS, strict=True):
+            prefix[tuple(chunk[:n])] += prob
+        collision = sum(prob**2 for prob in prefix.values())
+        terms[:, n - 1] = [2 * prefix[tuple(chunk[:n])] - collision for chunk in CHUNKS]
+    return terms
+
+
+def known_model() -> ChunkModel:
+    """Draws a row of CHUNKS with PROBS; the latent is its number, which decode looks up."""
+
+    def latents(h_PD, num_draws, key_P):
+        def draw(key):
+            return jax.random.categorical(key, jnp.log(PROBS), shape=(num_draws, 1))
+
+        return jax.vmap(draw)(key_P).astype(jnp.float32)
+
+    def decode(latent_PNZ):
+        return jnp.asarray(CHUNKS)[latent_PNZ[..., 0].astype(jnp.int32)]
+
+    return ChunkModel(latents, decode, None, None)
+
+
+@functools.cache
+def drawn_terms(num_samples: int, per_target: int = 1500) -> np.ndarray:
+    """Terms of `per_target` positions for each target, [6, per_target, 4]."""
+    target_PK = np.repeat(CHUNKS, per_target, axis=0)
+    key_P = jax.random.split(jax.random.key(num_samples), len(target_PK))
+
+    @jax.jit
+    def run(key_P, target_PK):
+        sample_PSK = known_model().draw(jnp.zeros((len(target_PK), 1)), num_samples, key_P)
+        assert sample_PSK.shape == (len(target_PK), num_samples, 4)
+        return brier.brier_terms(sample_PSK, target_PK)
+
+    terms = run(key_P, target_PK)
+    return np.asarray(terms, np.float64).reshape(len(CHUNKS), per_target, 4)
+
+
+@pytest.mark.parametrize("num_samples", [2, 3, 8])
+def test_terms_are_unbiased_on_a_known_categorical(num_samples):
+    """24 means, each within 4.5 of its standard errors: a false alarm in 1 of 6,000 choices of the seed."""
+    terms = drawn_terms(num_samples)
+    error = terms.std(1, ddof=1) / np.sqrt(terms.shape[1])
+    assert (error > 0).all()
+    assert (np.abs(terms.mean(1) - expected_terms()) < 4.5 * error).all()
+
+
+def test_more_samples_have_less_variance():
+    variance = [drawn_terms(num_samples).var(1).mean(0) for num_samples in (2, 3, 8)]
+    assert (variance[1] < 0.8 * variance[0]).all()
+    assert (variance[2] < 0.6 * variance[1]).all()
+
+
+@pytest.mark.parametrize("num_samples", [2, 3])
+def test_expectation_by_enumeration(num_samples):
+    """Every tuple of draws with its probability: exact, no randomness."""
+    tuples = list(itertools.product(range(5), repeat=num_samples))
+    weight = np.prod(PROBS[np.array(tuples)], axis=1)
+    sample_PSK = CHUNKS[np.array(tuples)]
+    for target, expected in zip(CHUNKS, expected_terms(), strict=True):
+        target_PK = np.tile(target, (len(tuples), 1))
+        terms = np.asarray(terms_of(sample_PSK, target_PK), np.float64)
+        np.testing.assert_allclose(weight @ terms, expected, atol=1e-6)
+
+
+def random_chunks(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2, shape).astype(np.int32)
+
+
+@pytest.mark.parametrize("chunk_size", [4, 6])
+def test_two_samples_are_the_published_estimator(chunk_size):
+    """`1[a=y] + 1[b=y] - 1[a=b]` over the first n tokens; tokens after the fourth do not matter."""
+    sample, target = random_chunks(200, 2, chunk_size), random_chunks(200, chunk_size, seed=1)
+    terms = np.asarray(terms_of(sample, target))
+    for n in range(1, 5):
+        a, b, y = sample[:, 0, :n], sample[:, 1, :n], target[:, :n]
+        published = (a == y).all(-1) * 1.0 + (b == y).all(-1) - (a == b).all(-1)
+        np.testing.assert_array_equal(terms[:, n - 1], published)
+    assert set(np.unique(terms)) == {-1.0, 0.0, 1.0}
+
+
+def test_many_samples_against_brute_force():
+    sample, target = random_chunks(30, 5, 4), random_chunks(30, 4, seed=1)
+    terms = np.asarray(terms_of(sample, target))
+    for position, n in itertools.product(range(30), range(1, 5)):
+        prefixes = [tuple(chunk[:n]) for chunk in sample[position]]
+        match = np.mean([prefix == tuple(target[position, :n]) for prefix in prefixes])
+        collision = np.mean([a == b for a, b in itertools.permutations(prefixes, 2)])
+        assert terms[position, n - 1] == pytest.approx(2 * match - collision, abs=1e-6)
+
+
+def test_certain_and_right_is_one_certain_and_wrong_is_minus_one():
+    sample = np.zeros((2, 3, 4), np.int32)
+    target = np.array([[0, 0, 0, 0], [0, 0, 9, 0]], np.int32)
+    np.testing.assert_array_equal(terms_of(sample, target), [[1, 1, 1, 1], [1, 1, -1, -1]])
+
+
+# --- The score ----------------------------------------------------------------------------------
+
+
+def random_terms(blocks=40, positions=25, seed=0, ragged=True) -> tuple[np.ndarray, np.ndarray]:
+    """Terms with an effect of the block, positive on average, and which of them count."""
+    rng = np.random.default_rng(seed)
+    level_B4 = np.array([0.5, 0.4, 0.3, 0.25]) + rng.normal(0, 0.08, (blocks, 1))
+    terms = level_B4[:, None] + rng.normal(0, 0.3, (blocks, positions, 4))
+    counted = np.ones(terms.shape, bool)
+    if ragged:
+        length = rng.integers(3, positions + 1, (blocks, 1, 1))
+        counted = (np.arange(positions)[:, None] < length) & (rng.random(terms.shape) < 0.95)
+    return terms.astype(np.float32), counted
+
+
+def score_of(terms: np.ndarray, counted: np.ndarray) -> brier.Score:
+    return brier.score(sums_of(terms, counted))
+
+
+def averages(terms, counted) -> np.ndarray:
+    return np.where(counted, terms, 0).sum((0, 1), dtype=np.float64) / counted.sum((0, 1))
+
+
+def test_score_is_the_geometric_mean_of_the_averages():
+    terms, counted = random_terms()
+    mean_4 = averages(terms, counted)
+    score = score_of(terms, counted)
+    np.testing.assert_allclose(score.brier, mean_4, rtol=1e-5)
+    assert score.brierlm == pytest.approx(100 * np.prod(mean_4) ** 0.25, rel=1e-5)
+
+
+def test_error_is_the_delta_method_over_blocks():
+    terms, counted = random_terms()
+    blocks = len(terms)
+    mean_4 = averages(terms, counted)
+    count_4 = counted.sum((0, 1))
+    residual_B4 = np.where(counted, terms - mean_4, 0).sum(1, dtype=np.float64) / count_4
+    correct = blocks / (blocks - 1)
+    score = score_of(terms, counted)
+    np.testing.assert_allclose(
+        score.brier_error, np.sqrt(correct * (residual_B4**2).sum(0)), rtol=1e-3
+    )
+    brierlm = 100 * np.prod(mean_4) ** 0.25
+    influence_B = brierlm / 4 * (residual_B4 / mean_4).sum(1)
+    expected = np.sqrt(correct * (influence_B**2).sum())
+    assert score.standard_error == pytest.approx(expected, rel=1e-3)
+
+
+def test_error_is_near_the_jackknife():
+    """Leaving out one block at a time: equal to the delta method up to order 1 / blocks."""
+    terms, counted = random_terms(blocks=80)
+    scores = []
+    for block in range(80):
+        rest = np.arange(80) != block
+        scores.append(100 * np.prod(averages(terms[rest], counted[rest])) ** 0.25)
+    jackknife = np.sqrt(79 / 80 * ((scores - np.mean(scores)) ** 2).sum())
+    assert score_of(terms, counted).standard_error == pytest.approx(jackknife, rel=0.04)
+
+
+def test_error_for_equal_weights_is_the_formula_of_the_specification():
+    """`BrierLM/4 * sd over blocks of (sum_n b_n / mean b_n) / sqrt(blocks)`."""
+    terms, counted = random_terms(ragged=False)
+    block_B4 = terms.mean(1, dtype=np.float64)
+    mean_4 = block_B4.mean(0)
+    spread = (block_B4 / mean_4).sum(1).std(ddof=1)
+    expected = 100 * np.prod(mean_4) ** 0.25 / 4 * spread / np.sqrt(len(terms))
+    score = score_of(terms, counted)
+    assert score.standard_error == pytest.approx(expected, rel=1e-3)
+    np.testing.assert_allclose(
+        score.brier_error, block_B4.std(0, ddof=1) / np.sqrt(len(terms)), rtol=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    "means",
+    [(0.5, 0.3, 0.2, 0.0), (0.5, 0.3, 0.2, -0.1), (0.5, 0.3, -0.2, -0.1), (-1, -1, -1, -1)],
+)
+def test_score_is_zero_when_any_factor_is_not_positive(means):
+    """Two negative factors have a positive product, which the published code takes for a score."""
+    terms = np.stack([np.full((3, 4), 0.0), np.full((3, 4), 2.0)]) * np.array(means)
+    score = score_of(terms.astype(np.float32), np.ones((2, 3, 4), bool))
+    assert score.brierlm == 0.0
+    assert np.isnan(score.standard_error)
+    np.testing.assert_allclose(score.brier, means, rtol=1e-6)
+    # Two blocks at 0 and 2 m: their mean has the error |m|.
+    np.testing.assert_allclose(score.brier_error, np.abs(means), rtol=1e-5)
+
+
+def test_one_block_has_a_score_and_no_error():
+    terms, counted = random_terms(blocks=1)
+    score = score_of(terms, counted)
+    assert score.brierlm > 0
+    assert np.isnan(score.standard_error) and np.isnan(score.brier_error).all()
+
+
+def test_nothing_counted_is_nan_and_not_zero():
+    terms, counted = random_terms()
+    counted[..., 3] = False
+    score = score_of(terms, counted)
+    assert np.isnan(score.brierlm) and np.isnan(score.standard_error)
+
+
+def test_blocks_that_are_all_alike_have_no_error():
+    score = score_of(np.full((40, 25, 4), 0.25, np.float32), np.ones((40, 25, 4), bool))
+    assert score.brierlm == pytest.approx(25)
+    assert score.standard_error == pytest.approx(0, abs=1e-6)
+    assert score.brier_error == pytest.approx((0,) * 4, abs=1e-8)
+
+
+def test_a_variance_of_zero_survives_rounding():
+    sums = sums_of(np.full((40, 25, 4), 0.25, np.float32), np.ones((40, 25, 4), bool))
+    rounded = np.asarray(sums.product).copy()
+    np.fill_diagonal(rounded, np.nextafter(rounded.diagonal(), np.float32(0)))
+    score = brier.score(sums._replace(product=rounded))
+    assert score.standard_error == pytest.approx(0, abs=0.02)
+    assert score.brier_error == pytest.approx((0,) * 4, abs=2e-4)
+
+
+def test_values_are_named():
+    terms, counted = random_terms()
+    score = score_of(terms, counted)
+    values = brier.as_values(score)
+    assert values["brierlm"] == score.brierlm
+    assert values["brierlm_error"] == score.standard_error
+    for n in range(1, 5):
+        assert values[f"brier_{n}"] == score.brier[n - 1]
+        assert values[f"brier_{n}_error"] == score.brier_error[n - 1]
+
+
+def test_uncounted_terms_do_not_matter():
+    terms, counted = random_terms()
+    noise = np.where(counted, terms, np.nan).astype(np.float32)
+    assert score_of(noise, counted) == score_of(terms, counted)
+
+
+def test_blocks_without_a_position_are_no_clusters():
+    terms, counted = random_terms()
+    with_filler = np.concatenate([terms, np.ones_like(terms[:5])])
+    filler_counted = np.concatenate([counted, np.zeros_like(counted[:5])])
+    np.testing.assert_allclose(
+        score_of(with_filler, filler_counted)[:2], score_of(terms, counted)[:2], rtol=1e-5
+    )
+
+
+def test_block_sums_add_up_over_splits():
+    terms, counted = random_terms(blocks=13)
+    whole = sums_of(terms, counted)
+    parts = [slice(0, 1), slice(1, 6), slice(6, 13)]
+    sums = [sums_of(terms[part], counted[part]) for part in parts]
+    added = jax.tree.map(lambda *xs: sum(xs), *sums)
+    for one, other in zip(added, whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
+    assert int(added.blocks) == 13
+    np.testing.assert_array_equal(whole.total[4:], counted.sum((0, 1)))
+
+
+# --- Which positions count ----------------------------------------------------------------------
+
+PAD = 9
+
+
+def test_a_chunk_counts_for_n_when_its_first_n_tokens_are_text():
+    targets = np.array(
+        [
+            [[1, 2, 3, 4], [1, 2, PAD, PAD], [PAD] * 4],
+            [[MASKED] * 4, [1, 2, 3, MASKED], [PAD, 2, 3, 4]],
+        ]
+    )
+    counted = counted_for_brier(targets, PAD)
+    assert counted.dtype == bool
+    assert counted.sum(-1).tolist() == [[4, 2, 0], [0, 3, 0]]
+    assert counted[0, 1].tolist() == [True, True, False, False]
+
+
+def test_only_the_first_four_tokens_of_longer_chunks_decide():
+    assert counted_for_brier(np.array([[[1, 2, 3, 4, PAD, PAD]]]), PAD).all()
+
+
+def test_pads_do_not_change_the_score():
+    """A model that gets every pad right scores no better, and one that gets them wrong no worse."""
+    targets = random_chunks(6, 10, 4)
+    samples = random_chunks(6, 10, 2, 4, seed=1)
+    samples[:, :4] = targets[:, :4, None]
+    scores = []
+    for guess in (PAD, 1):
+        padded = np.concatenate([targets, np.full_like(targets, PAD)], axis=1)
+        guesses = np.concatenate([samples, np.full_like(samples, guess)], axis=1)
+        terms = terms_of(guesses.reshape(-1, 2, 4), padded.reshape(-1, 4))
+        scores.append(score_of(terms.reshape(6, 20, 4), counted_for_brier(padded, PAD)))
+    terms = terms_of(samples.reshape(-1, 2, 4), targets.reshape(-1, 4))
+    scores.append(score_of(terms.reshape(6, 10, 4), np.ones((6, 10, 4), bool)))
+    assert scores[0].brierlm > 0
+    assert scores[0] == scores[1] == scores[2]
+
+
+# --- The frequency floor ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_size", [4, 5])
+def test_frequency_floor_against_brute_force(chunk_size):
+    rng = np.random.default_rng(0)
+    # Skewed, so that chunks repeat; the targets have tokens that were never seen, too.
+    train = rng.choice(3, (300, chunk_size), p=[0.8, 0.15, 0.05])
+    targets = rng.choice(4, (5, 12, chunk_size), p=[0.8, 0.1, 0.05, 0.05])
+    counted = rng.random((5, 12, 4)) < 0.8
+    terms = np.zeros((5, 12, 4))
+    for n in range(1, 5):
+        seen = collections.Counter(tuple(chunk[:n].tolist()) for chunk in train)
+        collision = sum((count / 300) ** 2 for count in seen.values())
+        for block, position in itertools.product(range(5), range(12)):
+            frequency = seen[tuple(targets[block, position, :n].tolist())] / 300
+            terms[block, position, n - 1] = 2 * frequency - collision
+    floor = brier.frequency_floor(train.astype(np.int32), targets.astype(np.int32), counted)
+    expected = averages(terms, counted)
+    assert (expected > 0).all()
+    np.testing.assert_allclose(floor.brier, expected, rtol=1e-5)
+    assert floor.brierlm == pytest.approx(100 * np.prod(expected) ** 0.25, rel=1e-5)
+    assert floor.standard_error == pytest.approx(
+        score_of(terms.astype(np.float32), counted).standard_error, rel=1e-3
+    )
+
+
+def test_frequency_floor_keeps_large_ids_apart():
+    """Ids of a real vocabulary, whose four-token prefixes overflow 64 bits when written as one number."""
+    rng = np.random.default_rng(1)
+    ids = np.array([0, 1, 65_536, 128_255, 128_256])
+    train = ids[rng.integers(5, size=(400, 4))]
+    small = np.searchsorted(ids, train)
+    counted = np.ones((1, 50, 4), bool)
+    large = brier.frequency_floor(
+        train.astype(np.int32), train[None, :50].astype(np.int32), counted
+    )
+    assert large.brier == brier.frequency_floor(small, small[None, :50], counted).brier

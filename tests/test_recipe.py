@@ -1,0 +1,329 @@
+"""The documented commands, end to end on a tiny recipe: what they print, write, survive and refuse."""
+
+import json
+import os
+import pathlib
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+WORDS = [
+    "def",
+    "class",
+    "return",
+    "import",
+    "self",
+    "value",
+    "name",
+    "for",
+    "in",
+    "if",
+    "not",
+    "None",
+    "True",
+    "x",
+    "y",
+    "(",
+    ")",
+    ":",
+    "=",
+    ".",
+    "\n",
+]
+
+
+@pytest.fixture(scope="session")
+def text_glob(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("text")
+    rng = np.random.default_rng(0)
+    for number in range(12):
+        words = rng.choice(WORDS, size=400 + 50 * number)
+        (folder / f"{number}.txt").write_text(" ".join(words), encoding="utf-8")
+    return f"{folder}/*.txt"
+
+
+def start(*args: str, **popen) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", *args],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **popen,
+    )
+
+
+def run(*args: str, status: int = 0, **popen) -> str:
+    """stdout of a command that ends with `status`; for a failing one, its only line on stderr."""
+    process = start(*args, **popen)
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == status, out + err
+    if not status:
+        return out
+    assert "Traceback" not in out + err
+    lines = [line for line in err.splitlines() if line.startswith(("error: ", "interrupted: "))]
+    assert len(lines) == 1, err
+    return lines[0]
+
+
+def train(text_glob: str, workdir, *args: str, **options) -> str:
+    recipe = f"--config=tests/tiny_recipe.py:{text_glob}"
+    return run("calm_jax.main", recipe, f"--workdir={workdir}", *args, **options)
+
+
+@pytest.fixture(scope="session")
+def finished(text_glob, tmp_path_factory) -> tuple[pathlib.Path, str]:
+    """A workdir that an uninterrupted run left, and what the run printed."""
+    workdir = tmp_path_factory.mktemp("finished") / "run"
+    return workdir, train(text_glob, workdir)
+
+
+def metrics(workdir: pathlib.Path) -> list[dict]:
+    """metrics.jsonl without what is a time or a rate."""
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    timing = ("seconds", "tokens_per_second")
+    return [{k: v for k, v in record.items() if k not in timing} for record in records]
+
+
+def params(workdir: pathlib.Path, stage: str, step: int = 12) -> dict:
+    path = workdir / stage / str(step) / "params"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(path.resolve())
+
+
+def assert_same_bits(ours: pathlib.Path, theirs: pathlib.Path) -> None:
+    import jax
+
+    for stage in ("autoencoder", "lm"):
+        left, right = params(ours, stage), params(theirs, stage)
+        assert jax.tree.structure(left) == jax.tree.structure(right)
+        assert all(
+            np.array_equal(a, b)
+            for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+        )
+
+
+@pytest.mark.slow
+def test_a_run_prints_its_table_and_writes_its_files(finished):
+    workdir, printed = finished
+    for part in ("autoencoder", "language model", "BrierLM", "floor", "calm_jax.generate"):
+        assert part in printed
+    for name in ("config.json", "metrics.jsonl", "samples.txt", "results.json", "tensorboard"):
+        assert (workdir / name).exists()
+    records = metrics(workdir)
+    assert {record["stage"] for record in records} == {"autoencoder", "lm"}
+    assert {record["split"] for record in records} == {"train", "validation", "validation_part"}
+    keys = [(record["stage"], record["split"], record["step"]) for record in records]
+    assert len(keys) == len(set(keys))
+    assert (workdir / "samples.txt").read_text().count("--- prompt") == 4
+    assert list((workdir / "tensorboard" / "lm").iterdir())
+
+
+@pytest.mark.slow
+def test_a_second_call_has_nothing_to_do(finished, text_glob):
+    workdir, _ = finished
+    before = (workdir / "metrics.jsonl").read_bytes()
+    assert "nothing to do" in train(text_glob, workdir)
+    assert (workdir / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_the_same_command_twice_gives_the_same_bits(finished, text_glob, tmp_path):
+    workdir, _ = finished
+    train(text_glob, tmp_path / "run")
+    assert metrics(tmp_path / "run") == metrics(workdir)
+    assert_same_bits(tmp_path / "run", workdir)
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_steps_ends_with_the_same_bits(finished, text_glob, tmp_path):
+    workdir = tmp_path / "run"
+    rng = np.random.default_rng(1)
+    command = (
+        "calm_jax.main",
+        f"--config=tests/tiny_recipe.py:{text_glob}",
+        f"--workdir={workdir}",
+        # A line for every step, so that the test sees where the run is.
+        "--config.autoencoder.training.checkpoint_every=2",
+        "--config.lm.training.checkpoint_every=2",
+    )
+    for stage in ("autoencoder", "lm"):
+        after = int(rng.integers(1, 3)) * 4
+        process = start(*command)
+        for line in process.stdout:
+            if re.match(rf"{stage}: step {after}/", line):
+                break
+        time.sleep(rng.uniform(0, 0.05))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    run(*command)
+    assert_same_bits(workdir, finished[0])
+    assert metrics(workdir) == metrics(finished[0])
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_says_so(finished, text_glob, tmp_path):
+    workdir = tmp_path / "run"
+    recipe = (
+        "calm_jax.main",
+        f"--config=tests/tiny_recipe.py:{text_glob}",
+        f"--workdir={workdir}",
+    )
+    process = start(*recipe)
+    for line in process.stdout:
+        if line.startswith("autoencoder: step 4/"):
+            break
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
+    assert process.returncode == 75
+    message = re.search(r"interrupted: SIGTERM: stage autoencoder is saved at step (\d+); .*", err)
+    assert (workdir / "autoencoder" / message[1]).is_dir()
+    run(*recipe)
+    assert_same_bits(workdir, finished[0])
+    assert metrics(workdir) == metrics(finished[0])
+
+
+def evaluate(workdir: pathlib.Path, *options: str) -> dict:
+    stored = f"--config=configs/workdir.py:{workdir}"
+    assert "BrierLM" in run("calm_jax.main", "--mode=eval", stored, *options)
+    return json.loads((workdir / "evaluations.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_evaluation_of_a_stored_config(finished):
+    record = evaluate(finished[0], "--config.eval.num_samples=8")
+    assert record["eval"]["num_samples"] == 8
+    assert 0 < record["autoencoder"]["token_accuracy_from_mean"] <= 1
+
+
+@pytest.mark.slow
+def test_evaluation_does_not_depend_on_the_batch_size(finished):
+    workdir, _ = finished
+    in_training = json.loads((workdir / "results.json").read_text())
+    record = evaluate(workdir, "--config.eval.batch_size=3")
+    for stage in ("autoencoder", "lm", "floor"):
+        for name, value in record[stage].items():
+            expected = in_training[stage][name]
+            assert value == expected or value == pytest.approx(expected, rel=1e-5), (stage, name)
+
+
+@pytest.mark.slow
+def test_generation_follows_its_seed_and_nothing_else(finished, tmp_path):
+    workdir, _ = finished
+    command = ("calm_jax.generate", f"--workdir={workdir}", "--max_tokens=6", "--temperature=1")
+    alone = run(*command, "--prompt=def ", "--seed=3")
+    assert alone.startswith("def ")
+    assert run(*command, "--prompt=def ", "--seed=3") == alone
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def \nclass Value(x\n")
+    both = run(*command, f"--prompts_file={prompts}", "--seed=3")
+    assert both.startswith(alone)
+    assert run(*command, "--prompt=def ", "--seed=4") != alone
+
+
+@pytest.mark.slow
+def test_another_workdirs_autoencoder(finished, text_glob, tmp_path):
+    workdir, _ = finished
+    option = f"--config.autoencoder.checkpoint={workdir}"
+    out = train(text_glob, tmp_path / "run", option)
+    assert "autoencoder: step" not in out
+    assert_same_bits(tmp_path / "run", workdir)
+    error = train(
+        text_glob,
+        tmp_path / "other",
+        option,
+        "--config.autoencoder.model.latent_size=4",
+        status=2,
+    )
+    assert "autoencoder.model.latent_size=8" in error
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_stage_two_refuses_a_bad_autoencoder(finished, text_glob):
+    workdir, _ = finished
+    error = train(
+        text_glob,
+        workdir,
+        "--config.lm.training.num_steps=13",
+        "--config.autoencoder.min_accuracy=0.98",
+        status=2,
+    )
+    assert "autoencoder.min_accuracy=0.98" in error
+
+
+@pytest.mark.slow
+def test_a_workdir_refuses_what_is_not_its_own(finished, text_glob, tmp_path):
+    workdir, _ = finished
+    changed = {
+        "--config.lm.model.num_layers=3": "lm.model.num_layers=2",
+        "--config.tokenizer.kind=sentencepiece": "tokenizer.kind='bytes'",
+        "--config.lm.data.append_eos=False": "lm.data.append_eos=True",
+        "--config.data.train_files=*.md": "data.train_files=",
+    }
+    for option, stored in changed.items():
+        assert stored in train(text_glob, workdir, option, "--config.seed=0", status=2)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("years of work")
+    for option in ("--overwrite", "--nooverwrite"):
+        assert "no workdir of calm_jax" in train(text_glob, foreign, option, status=2)
+    assert (foreign / "thesis.tex").exists()
+    (tmp_path / "file").write_text("")
+    assert "is a file" in train(text_glob, tmp_path / "file", status=2)
+    assert "cannot be written" in train(text_glob, tmp_path / "file" / "below", status=2)
+
+
+@pytest.mark.slow
+def test_changed_text_is_refused(text_glob, tmp_path):
+    (tmp_path / "text").mkdir()
+    for path in pathlib.Path(text_glob).parent.iterdir():
+        (tmp_path / "text" / path.name).write_text(path.read_text())
+    glob = f"{tmp_path}/text/*.txt"
+    options = ("--config.stage=autoencoder", "--config.autoencoder.training.num_steps=2")
+    train(glob, tmp_path / "run", *options)
+    (tmp_path / "text" / "0.txt").write_text("something else " * 100)
+    error = train(glob, tmp_path / "run", "--config.stage=autoencoder", status=2)
+    assert "text has changed" in error
+    train(glob, tmp_path / "run", *options, "--overwrite")
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_last_good_checkpoint(finished, text_glob, tmp_path):
+    """A limit on the size of files stands in for a disk that is full."""
+    workdir = tmp_path / "run"
+    options = ("--config.stage=autoencoder", "--config.autoencoder.training.num_steps=6")
+    train(text_glob, workdir, *options)
+    # The compilation cache would meet the limit too.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION")}
+    error = train(
+        text_glob,
+        workdir,
+        status=2,
+        env=environment,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000)),
+    )
+    assert "could not be written" in error and "step 6" in error
+    train(text_glob, workdir)
+
+
+@pytest.mark.slow
+def test_a_profile_is_written(text_glob, tmp_path):
+    out = train(
+        text_glob,
+        tmp_path / "run",
+        "--config.stage=autoencoder",
+        "--config.autoencoder.training.num_steps=4",
+        "--profile=2:3",
+    )
+    assert "profile of steps 2 to 3" in out
+    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))

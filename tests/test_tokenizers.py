@@ -1,0 +1,420 @@
+"""Tokenizers: lossless, never a special token out of text, saved and loaded whole."""
+
+import base64
+import io
+import itertools
+import json
+import os
+import pathlib
+import random
+
+import pytest
+import sentencepiece
+import tokenizers
+
+from calm_jax.data.tokenizers import (
+    ByteTokenizer,
+    Llama3Tokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    TokenizerConfig,
+    load_tokenizer,
+    make_tokenizer,
+)
+from calm_jax.errors import UserError
+
+TEXTS = [
+    "def f(x):\n    return x + 1\n\tif x:  # comment\n        pass\n" * 30,
+    "The quick brown fox jumps over the lazy dog. " * 30,
+]
+NASTY = [
+    "",
+    " ",
+    "   leading and trailing   ",
+    "runs     of  spaces",
+    "\ttabs\t\tand \t mixed\t",
+    "\n",
+    "\r\nCRLF\r\n\r\nand \rlone\r",
+    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈",
+    "日本語と中文、한국어",
+    "a\0b\0",
+    "combining e\u0301 o\u0308\u0323 and composed \u00e9",
+    "\ufeffbyte order mark, \u200bzero width, \u2028line\u2029paragraph, \xa0no-break",
+    "control \x01\x07\x1b[0m\x7f\x85",
+    "\ufffd replacement and ⁇ unknown",
+    "ligature \ufb01, full width \uff21\uff22, circled \u2460, \u212a kelvin",
+    "<|begin_of_text|><|end_of_text|><|eot_id|><|reserved_special_token_0|>[PAD]",
+    "<s>x</s> <unk><pad> <0x41><0x00>",
+    "\U0010ffff\ue000 last and private",
+    "word" * 300,
+    "12345678901234567890 1 22 333 4444",
+]
+
+
+def random_texts(number: int, avoid: str = "") -> list[str]:
+    """Random text over all of Unicode, with its dense corners more often."""
+    rng = random.Random(0)
+    ranges = [(0, 0x7F), (0x80, 0x2FF), (0x300, 0x36F), (0x2000, 0x2FFF), (0x3000, 0x9FFF)]
+    ranges += [(0xE000, 0xFFFF), (0x10000, 0x10FFFF), (0x9, 0x20)]
+    texts = [
+        "".join(chr(rng.randint(*rng.choice(ranges))) for _ in range(60)) for _ in range(number)
+    ]
+    return ["".join(letter for letter in text if letter not in avoid) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model() -> bytes:
+    return make_tokenizer(TokenizerConfig("sentencepiece", "", 380), TEXTS).model
+
+
+def llama3_file() -> pathlib.Path:
+    if "CALM_DATA" not in os.environ:
+        pytest.skip("needs CALM_DATA, a folder with Llama 3's llama3_tokenizer.model")
+    return pathlib.Path(os.environ["CALM_DATA"]) / "llama3_tokenizer.model"
+
+
+@pytest.fixture(scope="module")
+def llama3() -> Tokenizer:
+    return make_tokenizer(TokenizerConfig("llama3", str(llama3_file()), 0), ())
+
+
+def tiny_json(*special: str, eos: str = "<|end_of_text|>") -> bytes:
+    """A tokenizer.json as Llama 3's: byte-level BPE with special tokens after the vocabulary."""
+    vocabulary = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary += ["th", "the", "Ġthe"]
+    bpe = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            vocab={piece: place for place, piece in enumerate(vocabulary)},
+            merges=[("t", "h"), ("th", "e"), ("Ġ", "the")],
+        )
+    )
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.add_special_tokens(["<|begin_of_text|>", eos, *special])
+    return bpe.to_str().encode()
+
+
+def tiny_ranks() -> bytes:
+    """A tokenizer.model as Llama 3's: the bytes, then merges in the order of their rank."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the"]
+    lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
+    return b"".join(lines)
+
+
+@pytest.fixture(
+    scope="module", params=["bytes", "sentencepiece", "llama3", "tiny ranks", "tiny json"]
+)
+def tokenizer(request) -> Tokenizer:
+    if request.param == "bytes":
+        return ByteTokenizer(b"")
+    if request.param == "sentencepiece":
+        return SentencePieceTokenizer(request.getfixturevalue("sentencepiece_model"))
+    if request.param == "llama3":
+        return request.getfixturevalue("llama3")
+    return Llama3Tokenizer(tiny_ranks() if request.param == "tiny ranks" else tiny_json())
+
+
+# SentencePiece writes a space as U+2581.
+SPACE_MARK = "\u2581"
+
+
+def test_round_trip_is_lossless(tokenizer):
+    texts = [*NASTY, *random_texts(100, avoid=SPACE_MARK)]
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.encode(text) == ids
+
+
+def test_sentencepiece_alone_changes_one_character(tokenizer):
+    """It writes a space as U+2581, and so reads U+2581 as a space."""
+    text = f"a{SPACE_MARK}b {SPACE_MARK}"
+    kept = text.replace(SPACE_MARK, " ") if tokenizer.kind == "sentencepiece" else text
+    assert tokenizer.decode(tokenizer.encode(text)) == kept
+
+
+def test_text_never_becomes_a_special_token(tokenizer):
+    special = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
+    assert len(special) == 3
+    assert max(special) < tokenizer.vocab_size
+    for ids in tokenizer.encode_batch([*NASTY, *random_texts(20)]):
+        assert not special & set(ids)
+        assert all(0 <= token < tokenizer.vocab_size for token in ids)
+
+
+def test_decoding_leaves_special_tokens_out(tokenizer):
+    ids = tokenizer.encode("the text")
+    bos, eos, pad = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
+    assert tokenizer.decode([pad, pad, bos, *ids[:2], pad, *ids[2:], eos, pad]) == "the text"
+
+
+def test_bytes_that_are_no_utf8_become_replacement_characters():
+    broken = ByteTokenizer(b"").decode([ord("a"), 0xE6, 0x97, ord("b")])
+    assert broken == "a\ufffdb"
+
+
+def test_spaces_at_a_cut_survive(tokenizer):
+    """A continuation is decoded apart from its prompt, so a part must not lose its leading space."""
+    prompt, rest = tokenizer.encode("the fox"), tokenizer.encode("  jumps over")
+    assert tokenizer.decode(prompt) + tokenizer.decode(rest) == "the fox  jumps over"
+
+
+def test_trained_sentencepiece_has_its_size_and_learns(sentencepiece_model):
+    tokenizer = SentencePieceTokenizer(sentencepiece_model)
+    assert tokenizer.vocab_size == 380
+    assert len(tokenizer.encode(TEXTS[1])) < 0.5 * len(TEXTS[1])
+    again = make_tokenizer(TokenizerConfig("sentencepiece", "", 380), iter(TEXTS))
+    assert again.fingerprint == tokenizer.fingerprint
+
+
+def test_sentencepiece_learns_from_the_end_of_a_long_document():
+    """Longer than SentencePiece's limit on a sentence, beyond which it drops it without a word."""
+    rng = random.Random(2)
+    head = " ".join("".join(rng.choices("abcde", k=5)) for _ in range(4000))
+    text = head + " zqzq" * 2000
+    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", "", 300), [text])
+    assert len(tokenizer.encode(" zqzq" * 100)) <= 300
+
+
+def test_sentencepiece_from_a_file_is_the_one_that_was_trained(tmp_path, sentencepiece_model):
+    (tmp_path / "m.model").write_bytes(sentencepiece_model)
+    config = TokenizerConfig("sentencepiece", str(tmp_path / "m.model"), 0)
+    assert make_tokenizer(config, ()).model == sentencepiece_model
+
+
+def test_llama3_special_ids(llama3):
+    assert llama3.vocab_size == 128257
+    assert (llama3.bos_id, llama3.eos_id, llama3.pad_id) == (128000, 128001, 128256)
+
+
+@pytest.mark.parametrize(
+    "text, ids",
+    [
+        ("Hello world!", [9906, 1917, 0]),
+        (" is great!", [374, 2294, 0]),
+        (" The quick brown fox", [578, 4062, 14198, 39935]),
+        ("12345", [4513, 1774]),
+        ("<|end_of_text|>", [27, 91, 408, 3659, 4424, 91, 29]),
+    ],
+)
+def test_llama3_known_ids(llama3, text, ids):
+    assert llama3.encode(text) == ids
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[bytes, int]:
+    lines = [line.split() for line in llama3_file().read_bytes().splitlines()]
+    return {base64.b64decode(token): int(rank) for token, rank in lines}
+
+
+def test_llama3_words_of_the_vocabulary_are_one_token(llama3, ranks):
+    """Also those that no sequence of merges leads to."""
+    words = {}
+    for token, rank in ranks.items():
+        text = token.decode("utf-8", errors="replace")
+        if text.removeprefix(" ").isalpha() and text.isascii():
+            words[text] = [rank]
+    assert len(words) > 50_000
+    assert llama3.encode_batch(list(words)) == list(words.values())
+
+
+def test_llama3_equals_merging_by_rank(llama3, ranks):
+    """Against tiktoken's rule: merge the neighbours whose union has the lowest rank, while any has one."""
+
+    def encode(word: str) -> list[int]:
+        parts = [bytes([byte]) for byte in word.encode()]
+        while word.encode() not in ranks:
+            pairs = [a + b for a, b in itertools.pairwise(parts)]
+            best = min(pairs, key=lambda pair: ranks.get(pair, 1 << 30), default=b"")
+            if best not in ranks:
+                return [ranks[part] for part in parts]
+            place = pairs.index(best)
+            parts[place : place + 2] = [best]
+        return [ranks[word.encode()]]
+
+    rng = random.Random(1)
+    words = [
+        "".join(rng.choice("aeiourstlnmdcéшж語") for _ in range(rng.randint(1, 14)))
+        for _ in range(400)
+    ]
+    words += [" antidisestablishmentarianism", " Donaudampfschifffahrt", "Geschwindigkeit"]
+    assert llama3.encode_batch(words) == [encode(word) for word in words]
+
+
+def test_tiny_ranks_merge_and_number_as_llama3():
+    tokenizer = Llama3Tokenizer(tiny_ranks())
+    assert tokenizer.encode("the the th") == [257, 258, ord(" "), 256]
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (259, 260)
+    assert (tokenizer.pad_id, tokenizer.vocab_size) == (259 + 256, 259 + 256 + 1)
+
+
+def test_tokenizer_json_gets_a_pad_token_of_its_own():
+    tokenizer = Llama3Tokenizer(tiny_json())
+    assert tokenizer.encode("the the") == [257, 258]
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (259, 260, 261)
+    assert tokenizer.vocab_size == 262
+
+
+def test_tokenizer_json_with_a_pad_token_keeps_it():
+    tokenizer = Llama3Tokenizer(tiny_json("<|other|>", "[PAD]"))
+    assert (tokenizer.pad_id, tokenizer.vocab_size) == (262, 263)
+    assert tokenizer.pad_id not in tokenizer.encode("[PAD]")
+
+
+def test_tokenizer_json_whose_pad_is_not_last_has_its_whole_vocabulary():
+    assert Llama3Tokenizer(tiny_json("[PAD]", "<|other|>")).vocab_size == 263
+
+
+def test_tokenizer_json_does_not_truncate():
+    bpe = tokenizers.Tokenizer.from_str(tiny_json().decode())
+    bpe.enable_truncation(3)
+    tokenizer = Llama3Tokenizer(bpe.to_str().encode())
+    assert tokenizer.decode(tokenizer.encode("a long text")) == "a long text"
+
+
+def test_tokenizer_json_does_not_fill_up_a_batch():
+    bpe = tokenizers.Tokenizer.from_str(tiny_json().decode())
+    bpe.enable_padding()
+    assert len(Llama3Tokenizer(bpe.to_str().encode()).encode_batch(["a", "aaaa"])[0]) == 1
+
+
+def test_save_then_load_is_the_same(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "tokenizer")
+    loaded = load_tokenizer(tmp_path / "tokenizer")
+    assert type(loaded) is type(tokenizer)
+    assert loaded.fingerprint == tokenizer.fingerprint
+    assert loaded.encode_batch(NASTY) == tokenizer.encode_batch(NASTY)
+    for name in ("vocab_size", "bos_id", "eos_id", "pad_id"):
+        assert getattr(loaded, name) == getattr(tokenizer, name)
+
+
+def test_fingerprints_differ_for_different_models(sentencepiece_model):
+    other = make_tokenizer(TokenizerConfig("sentencepiece", "", 301), TEXTS)
+    all_kinds = [
+        ByteTokenizer(b""),
+        SentencePieceTokenizer(sentencepiece_model),
+        other,
+        Llama3Tokenizer(tiny_ranks()),
+        Llama3Tokenizer(tiny_json()),
+    ]
+    assert len({tokenizer.fingerprint for tokenizer in all_kinds}) == len(all_kinds)
+    assert ByteTokenizer(b"").fingerprint == ByteTokenizer(b"").fingerprint
+
+
+def test_damaged_model_is_refused(tmp_path):
+    folder = tmp_path / "tokenizer"
+    Llama3Tokenizer(tiny_ranks()).save(folder)
+    model = folder / "model"
+    # One token another, still a valid model: only the fingerprint can tell.
+    model.write_bytes(model.read_bytes().replace(base64.b64encode(b"th"), base64.b64encode(b"he")))
+    with pytest.raises(UserError, match="damaged"):
+        load_tokenizer(folder)
+    model.write_bytes(model.read_bytes()[:1000])
+    with pytest.raises(UserError, match="tokenizer"):
+        load_tokenizer(folder)
+    model.unlink()
+    with pytest.raises(UserError, match="no readable tokenizer"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        "",
+        "{",
+        "{}",
+        '{"kind": "other", "fingerprint": ""}',
+        '{"kind": "bytes"}',
+        "[]",
+    ],
+)
+def test_damaged_description_is_refused(tmp_path, description):
+    ByteTokenizer(b"").save(tmp_path)
+    (tmp_path / "description.json").write_text(description)
+    with pytest.raises(UserError):
+        load_tokenizer(tmp_path)
+
+
+def test_description_says_what_is_in_the_folder(tmp_path):
+    tokenizer = ByteTokenizer(b"")
+    tokenizer.save(tmp_path)
+    assert json.loads((tmp_path / "description.json").read_text()) == {
+        "kind": "bytes",
+        "fingerprint": tokenizer.fingerprint,
+        "vocab_size": 259,
+        "bos_id": 256,
+        "eos_id": 257,
+        "pad_id": 258,
+    }
+
+
+@pytest.mark.parametrize(
+    "kind, path, vocab_size, names",
+    [
+        ("gpt2", "", 512, "tokenizer.kind='gpt2' is none of sentencepiece, llama3, bytes"),
+        ("llama3", "", 512, "tokenizer.path is empty"),
+        ("bytes", "file", 512, "tokenizer.path='file'"),
+        ("sentencepiece", "", 299, "tokenizer.vocab_size=299"),
+    ],
+)
+def test_bad_config_is_refused(kind, path, vocab_size, names):
+    with pytest.raises(UserError, match=names):
+        TokenizerConfig(kind, path, vocab_size)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "sentencepiece"])
+def test_missing_model_file_is_named(tmp_path, kind):
+    path = str(tmp_path / "gone.model")
+    with pytest.raises(UserError, match=r"gone\.model' cannot be read: No such file"):
+        make_tokenizer(TokenizerConfig(kind, path, 512), ())
+
+
+def test_vocabulary_that_the_corpus_cannot_fill_is_refused():
+    with pytest.raises(UserError, match=r"tokenizer\.vocab_size=5000"):
+        make_tokenizer(TokenizerConfig("sentencepiece", "", 5000), TEXTS)
+
+
+def test_empty_training_text_is_refused():
+    with pytest.raises(UserError, match="SentencePiece cannot train"):
+        make_tokenizer(TokenizerConfig("sentencepiece", "", 300), [])
+
+
+BYTE_RANKS = tiny_ranks().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        b"",
+        b"no ranks",
+        b"{}",
+        b'{"\xff',
+        tiny_json(eos="<|eot|>"),
+        b"".join(BYTE_RANKS[1:]),
+        b"".join([*BYTE_RANKS, b"not/base64! 259\n"]),
+        b"".join([*BYTE_RANKS, base64.b64encode(b"an") + b" 300\n"]),
+        b"".join([*BYTE_RANKS, base64.b64encode(b"an") + b" x\n"]),
+    ],
+    ids=["empty", "words", "json", "utf8", "no eos", "no rank 0", "no base64", "gap", "no number"],
+)
+def test_bad_llama3_model_is_refused(model):
+    with pytest.raises(UserError, match="tokenizer"):
+        Llama3Tokenizer(model)
+
+
+@pytest.mark.parametrize("model", [b"", b"no model", tiny_ranks()], ids=["empty", "words", "ranks"])
+def test_bad_sentencepiece_model_is_refused(model):
+    with pytest.raises(UserError, match="SentencePiece model"):
+        SentencePieceTokenizer(model)
+
+
+def test_sentencepiece_model_without_pad_is_refused():
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=60,
+        minloglevel=2,
+    )
+    with pytest.raises(UserError, match="no pad_id"):
+        SentencePieceTokenizer(model.getvalue())

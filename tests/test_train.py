@@ -1,0 +1,203 @@
+"""Laws of the training loop: accumulation, devices, non-finite updates, resumes."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calm_jax.checkpoint import Checkpointer
+from calm_jax.config import Config, resolve
+from calm_jax.data.pipeline import Blocks
+from calm_jax.errors import UserError
+from calm_jax.mesh import global_batch, make_mesh, shardings
+from calm_jax.metrics import MetricsLog
+from calm_jax.optim import make_optimizer
+from calm_jax.tasks import MASKED, ratio
+from calm_jax.train import Profile, Stage, Trainer, init_state, make_step
+from calm_jax.workdir import make_autoencoder_task, make_lm_task
+from tests.tiny_recipe import get_config
+
+
+class Bytes:
+    """As much of a tokenizer as a task asks for."""
+
+    vocab_size, pad_id = 259, 258
+
+
+def tiny_config() -> Config:
+    return resolve(get_config("*.txt"))
+
+
+def make_batch(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 256, (rows, 32)).astype(np.int32)
+    targets = tokens.copy()
+    targets[0, 8:16] = MASKED
+    targets[rows - 1, 28:] = MASKED
+    return {"tokens": tokens, "targets": targets}
+
+
+def make_stage(name: str, config: Config):
+    """The task of a stage and its frozen parameters."""
+    autoencoder = make_autoencoder_task(config, Bytes())
+    if name == "autoencoder":
+        return autoencoder, {}
+    frozen = {"params": autoencoder.init(jax.random.key(5))}
+    return make_lm_task(config, Bytes()), frozen
+
+
+def run_steps(name: str, steps: int, mesh_sizes: tuple[int, ...] = (1, 1, 1), **training):
+    """The state after some steps on batches of 8, and each step's metrics."""
+    config = tiny_config()
+    stage = getattr(config, name)
+    task, frozen = make_stage(name, config)
+    settings = dataclasses.replace(stage.training, batch_size=8, log_every=1, **training)
+    mesh_config = dataclasses.replace(
+        config.mesh, data=mesh_sizes[0], fsdp=mesh_sizes[1], tensor=mesh_sizes[2]
+    )
+    mesh = make_mesh(mesh_config, jax.devices()[: int(np.prod(mesh_sizes))])
+    # Without warm-up, so that the first step already moves.
+    optimizer = make_optimizer(dataclasses.replace(stage.optimizer, warmup_steps=0), 100)
+    with jax.set_mesh(mesh):
+        frozen = jax.device_put(frozen, shardings(frozen, mesh))
+        state = init_state(task, optimizer, frozen, make_batch(8), 0, mesh)
+        step = jax.jit(
+            make_step(task, optimizer, settings, 0, Bytes.pad_id),
+            out_shardings=shardings(state, mesh),
+        )
+        metrics = []
+        for seed in range(steps):
+            state = step(state, frozen, global_batch(make_batch(8, seed), mesh))
+            values = jax.device_get(state.metrics)
+            metrics.append({key: ratio(pair) for key, pair in values.items()})
+    return state, metrics
+
+
+@pytest.mark.parametrize("name", ["autoencoder", "lm"])
+def test_accumulation_equals_the_big_batch(name):
+    """Masked chunks make the microbatches' weights unequal."""
+    _, whole = run_steps(name, 3)
+    for parts in (4,):
+        _, accumulated = run_steps(name, 3, accumulation_steps=parts)
+        for one, other in zip(whole, accumulated, strict=True):
+            for key in one:
+                assert other[key] == pytest.approx(one[key], rel=1e-4), key
+
+
+EIGHT_DEVICES = """
+import json, sys
+import jax
+from tests.test_train import run_steps
+name, sizes = sys.argv[1], json.loads(sys.argv[2])
+assert len(jax.devices()) == 8
+print(json.dumps([run_steps(name, 3, tuple(size))[1] for size in sizes]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["autoencoder", "lm"])
+def test_eight_devices_equal_one(name):
+    sizes = [[1, 1, 1], [2, 2, 2]]
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    out = subprocess.run(
+        [sys.executable, "-c", EIGHT_DEVICES, name, json.dumps(sizes)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": flags},
+        timeout=500,
+        check=False,
+    )
+    assert out.returncode == 0, out.stderr
+    single, *others = json.loads(out.stdout)
+    for metrics in others:
+        for key, value in single[0].items():
+            assert metrics[0][key] == pytest.approx(value, rel=1e-5), key
+        for one, other in zip(single, metrics, strict=True):
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragile:
+    """A parabola whose loss is NaN on rows that hold the token 255."""
+
+    def init(self, key):
+        return {"kernel": jnp.ones(2)}
+
+    def loss(self, params, frozen, batch, key_B):
+        bad = (batch["tokens"] == 255).any()
+        value = (params["kernel"] ** 2).sum() * jnp.where(bad, jnp.nan, 1.0)
+        return {"loss": (value, jnp.float32(1))}
+
+
+def fragile_run(bad_steps: set[int], steps: int, max_nonfinite_steps: int):
+    config = tiny_config()
+    settings = dataclasses.replace(
+        config.lm.training, log_every=100, max_nonfinite_steps=max_nonfinite_steps
+    )
+    task, optimizer = Fragile(), make_optimizer(config.lm.optimizer, 100)
+    mesh = make_mesh(config.mesh)
+    good = make_batch(4)
+    good["tokens"] %= 200
+    bad = {**good, "tokens": np.full_like(good["tokens"], 255)}
+    state = init_state(task, optimizer, {}, good, 0, mesh)
+    step = jax.jit(make_step(task, optimizer, settings, 0, Bytes.pad_id))
+    states = [state]
+    for number in range(1, steps + 1):
+        states.append(step(states[-1], {}, bad if number in bad_steps else good))
+    return states
+
+
+def test_a_nonfinite_update_is_skipped_and_counted():
+    states = fragile_run({3, 4}, 6, 10)
+    same = jax.tree.map(
+        lambda a, b: bool((a == b).all()),
+        (states[4].params, states[4].opt_state),
+        (states[2].params, states[2].opt_state),
+    )
+    assert all(jax.tree.leaves(same))
+    assert [int(state.nonfinite_streak) for state in states] == [0, 0, 0, 1, 2, 0, 0]
+    assert int(states[-1].nonfinite_total) == 2
+    assert float(states[-1].params["kernel"][0]) < float(states[2].params["kernel"][0])
+    assert np.isfinite(jax.device_get(jax.tree.leaves(states[-1].metrics))).all()
+
+
+def test_too_many_in_a_row_stop_at_the_step_that_is_named():
+    states = fragile_run({3, 4, 5}, 8, 3)
+    last = states[-1]
+    assert (int(last.step), int(last.nonfinite_streak)) == (5, 3)
+    assert np.array_equal(last.params["kernel"], states[2].params["kernel"])
+
+
+def test_a_run_that_stays_nonfinite_ends_with_its_checkpoint(tmp_path):
+    """The loop names the steps and the checkpoint that is good."""
+    config = tiny_config()
+    training = dataclasses.replace(
+        config.lm.training, batch_size=2, log_every=1, checkpoint_every=2, max_nonfinite_steps=3
+    )
+    blocks = Blocks(np.full((8, 32), 255, np.int32), 8 * 32)
+    stage = Stage("lm", Fragile(), {}, blocks, None, training, config.lm.optimizer)
+    mesh, log = make_mesh(config.mesh), MetricsLog(tmp_path)
+    checkpointer = Checkpointer(tmp_path / "lm", 2)
+    trainer = Trainer(stage, 0, Bytes.pad_id, 1, mesh, checkpointer, log, {}, Profile(-1, -1, ""))
+    expected = "3 updates in a row, steps 1 to 3; the checkpoint of step 2 is good"
+    with jax.set_mesh(mesh), pytest.raises(UserError, match=expected):
+        trainer.run()
+    assert [record["skipped_updates"] for record in log.records] == [1, 2]
+
+
+def test_metrics_between_logs_survive_in_the_state():
+    """A resumed run reports the same sums, as they are part of what is saved."""
+    states = fragile_run(set(), 3, 10)
+    assert float(states[3].metrics["loss"][1]) == 3
+
+
+def test_blocks_fit_the_task():
+    blocks = Blocks(np.arange(64, dtype=np.int32).reshape(2, 32), 40)
+    assert (blocks[1]["targets"][:8] == np.arange(32, 40)).all()
+    assert (blocks[1]["targets"][8:] == MASKED).all()

@@ -1,0 +1,398 @@
+"""Parity with the published code's recorded numbers, and that the command which checks it can fail."""
+
+import re
+import shutil
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from absl import flags
+
+from calm_jax.errors import UserError
+from calm_jax.heads.energy import EnergyHead
+from calm_jax.interop import names, published, verify
+from calm_jax.models.autoencoder import Autoencoder
+from calm_jax.models.calm import CALM
+
+COVERED = {
+    "ae_k1",
+    "ae_k2",
+    "ae_k4",
+    "ae_k8",
+    "energy_k2",
+    "energy_k4",
+    "energy_k2_generate",
+    "energy_k4_generate",
+    "temperature",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed_flags():
+    flags.FLAGS.mark_as_parsed()
+
+
+@pytest.fixture
+def copied(golden, tmp_path):
+    """Copies cases of the golden set, with their checkpoints, to a folder of their own."""
+
+    def copy(*cases):
+        for case in cases:
+            shutil.copy(golden / f"{case}.npz", tmp_path)
+            if (golden / case).is_dir():
+                shutil.copytree(golden / case, tmp_path / case)
+        return tmp_path
+
+    return copy
+
+
+def change_array(file, key, change):
+    """Rewrites one array of an npz file; a change to None leaves it out."""
+    with np.load(file) as arrays:
+        kept = {name: arrays[name] for name in arrays.files}
+    kept[key] = change(kept[key])
+    np.savez(file, **{name: value for name, value in kept.items() if value is not None})
+
+
+def change_tensor(folder, name, change):
+    """Rewrites one tensor of a checkpoint; a change to None leaves it out."""
+    file = folder / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    tensors[name] = change(tensors[name].copy())
+    safetensors.numpy.save_file({n: t for n, t in tensors.items() if t is not None}, file)
+
+
+def status_of(*arguments):
+    """The exit status of the command."""
+    with pytest.raises(SystemExit) as stop:
+        verify.main(["verify", *map(str, arguments)])
+    return stop.value.code
+
+
+def assert_one_line_error(capsys, *parts):
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert all(part in error for part in parts), error
+
+
+# --- The golden set
+
+
+@pytest.mark.slow
+def test_every_golden_quantity_agrees(golden):
+    rows, unknown = verify.verify(golden)
+    assert [row for row in rows if not row.passed] == []
+    cases = {row.case for row in rows}
+    assert cases >= COVERED
+    # Whatever is not compared is named.
+    assert cases | set(unknown) == {file.stem for file in golden.glob("*.npz")}
+    assert not cases & set(unknown)
+
+    # Every recorded gradient was compared, and what makes a model was.
+    compared = {(row.case, row.quantity) for row in rows}
+    for case in sorted(COVERED):
+        with np.load(golden / f"{case}.npz") as arrays:
+            for key in arrays.files:
+                if key.startswith("grad/"):
+                    assert (case, f"gradient {key.removeprefix('grad/')}") in compared
+    for case in ("energy_k2", "energy_k4"):
+        for quantity in ("hidden states", "head draws", "energy score", "training loss"):
+            assert (case, quantity) in compared
+    assert ("energy_k4", "Brier 1 to 4") in compared
+    assert {("energy_k2_generate", "tokens"), ("energy_k4_generate", "tokens")} <= compared
+
+
+def test_sound_copy_passes(copied, capsys):
+    assert status_of(copied("temperature")) == 0
+    shown = capsys.readouterr().out
+    assert "FAIL" not in shown and re.search(r"^(\d+) of \1 quantities agree", shown, re.M)
+
+
+# --- It can fail
+
+
+def test_changed_recorded_array_fails(copied, capsys):
+    folder = copied("temperature")
+    with np.load(folder / "temperature.npz") as arrays:
+        key = next(name for name in arrays.files if name.endswith("/probs"))
+    change_array(folder / "temperature.npz", key, lambda probs: probs * 1.001)
+    assert status_of(folder) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("FAIL") == 1 and "11 of 12 quantities agree" in shown
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    ["encoder.squeeze_layer.bias", "decoder.decoder_layers.1.layernorm.weight"],
+)
+def test_changed_weight_of_an_autoencoder_fails(tensor, copied):
+    folder = copied("ae_k1")
+
+    def change(weight):
+        weight[3] += 1e-2
+        return weight
+
+    change_tensor(folder / "ae_k1", tensor, change)
+    assert status_of(folder) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "quantity"),
+    [
+        ("energy_k4", "transformer.layers.1.self_attn.v_proj.weight", "hidden states"),
+        ("energy_k4", "mlp_generator.mlp_blocks.2.linears.0.bias", "head draws"),
+        ("ae_k4", "encoder.hidden_to_latent.bias", "target mean"),
+    ],
+)
+def test_changed_weight_of_an_energy_model_fails(model, tensor, quantity, copied):
+    folder = copied("energy_k4", "ae_k4")
+    (folder / "ae_k4.npz").unlink()
+
+    def change(weight):
+        weight.flat[3] += 1e-2
+        return weight
+
+    change_tensor(folder / model, tensor, change)
+    rows, _ = verify.verify(folder)
+    failing = [row.quantity for row in rows if not row.passed]
+    # The first to fail is what the weight acts on; what comes before it is untouched.
+    assert failing[0] == quantity
+
+
+def test_another_token_fails(copied):
+    folder = copied("energy_k2_generate", "energy_k2", "ae_k2")
+    for case in ("energy_k2", "ae_k2"):
+        (folder / f"{case}.npz").unlink()
+
+    def change(tokens):
+        tokens[1, -1] = (tokens[1, -1] + 1) % 90
+        return tokens
+
+    assert status_of(folder) == 0
+    change_array(folder / "energy_k2_generate.npz", "tokens", change)
+    assert status_of(folder) == 1
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        ([NAN, 1.0], [1.0, 1.0]),
+        ([1.0, 1.0], [NAN, 1.0]),
+        ([NAN, 1.0], [NAN, 1.0]),
+        ([np.inf, 1.0], [np.inf, 1.0]),
+        ([NAN, 1.0], [1, 1]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_what_is_not_finite_never_passes(ours, expected):
+    assert not verify.compare("case", "quantity", np.array(ours), np.array(expected)).passed
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected", "passes"),
+    [
+        ([1.0, 100.0], [1.009, 100.0], True),  # 9e-5 of the largest value
+        ([1.0, 100.0], [1.011, 100.0], False),
+        ([1.0, 2.0], [1.0, 2.0, 3.0], False),
+        ([[1.0, 2.0]], [1.0, 2.0], False),
+        ([1, 2000000], [1, 2000000], True),
+        ([1, 2000000], [2, 2000000], False),
+        ([True], [False], False),
+    ],
+)
+def test_floats_agree_to_the_tolerance_and_integers_exactly(ours, expected, passes):
+    row = verify.compare("case", "quantity", np.array(ours), np.array(expected))
+    assert row.passed == passes
+
+
+@pytest.mark.parametrize(("ours", "passes"), [(0.0, True), (1e-9, False)])
+def test_recorded_zeros_are_compared(ours, passes):
+    row = verify.compare("case", "quantity", np.full(2, ours), np.zeros(2))
+    assert row.passed == passes
+
+
+def test_the_worst_of_a_kind_is_the_nan():
+    rows = [verify.Row("case", f"gradient {i}", v, v) for i, v in enumerate((0.0, NAN, 0.0))]
+    (shown,) = verify._worst_of_kind(rows)
+    assert not shown.passed
+
+
+# --- What cannot be read
+
+
+def test_unknown_case_is_named(copied, capsys):
+    folder = copied("temperature")
+    np.savez(folder / "mystery.npz", x=np.zeros(2))
+    rows, unknown = verify.verify(folder)
+    assert unknown == ["mystery"] and {row.case for row in rows} == {"temperature"}
+    assert status_of(folder) == 0
+    assert "mystery" in capsys.readouterr().out
+
+
+def test_folder_that_is_not_there_is_an_error(tmp_path, capsys):
+    assert status_of(tmp_path / "nowhere") == 2
+    assert_one_line_error(capsys, "nowhere")
+
+
+def test_folder_without_cases_is_an_error(tmp_path, capsys):
+    assert status_of(tmp_path) == 2
+    assert_one_line_error(capsys, str(tmp_path), "npz")
+
+
+@pytest.mark.parametrize("arguments", [(), ("a", "b")])
+def test_usage(arguments, capsys):
+    assert status_of(*arguments) == 2
+    assert_one_line_error(capsys, "usage: ")
+
+
+@pytest.mark.parametrize("content", [b"", b"no arrays"])
+def test_damaged_npz_is_an_error(content, tmp_path, capsys):
+    (tmp_path / "temperature.npz").write_bytes(content)
+    assert status_of(tmp_path) == 2
+    assert_one_line_error(capsys, "temperature.npz")
+
+
+def test_truncated_npz_is_an_error(copied, capsys):
+    file = copied("temperature") / "temperature.npz"
+    file.write_bytes(file.read_bytes()[:2000])
+    assert status_of(file.parent) == 2
+    assert_one_line_error(capsys, "temperature.npz")
+
+
+def test_missing_array_is_an_error(copied, capsys):
+    folder = copied("temperature")
+    with np.load(folder / "temperature.npz") as arrays:
+        key = next(name for name in arrays.files if name.endswith("/probs"))
+    change_array(folder / "temperature.npz", key, lambda _: None)
+    assert status_of(folder) == 2
+    assert_one_line_error(capsys, "temperature", key)
+
+
+def test_missing_tensor_is_named(copied, capsys):
+    folder = copied("ae_k1")
+    change_tensor(folder / "ae_k1", "encoder.encoder_layers.1.mlp.up_proj.weight", lambda _: None)
+    assert status_of(folder) == 2
+    assert_one_line_error(capsys, "encoder.encoder_layers.1.mlp.up_proj.weight")
+
+
+def test_missing_checkpoint_is_an_error(golden, tmp_path, capsys):
+    shutil.copy(golden / "ae_k1.npz", tmp_path)
+    assert status_of(tmp_path) == 2
+    assert_one_line_error(capsys, "ae_k1")
+
+
+@pytest.mark.parametrize("size", [0, 500])
+def test_damaged_safetensors_is_an_error(size, copied, capsys):
+    file = copied("ae_k1") / "ae_k1" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    assert status_of(file.parent.parent) == 2
+    assert_one_line_error(capsys, "model.safetensors")
+
+
+def test_weights_of_another_shape_are_an_error(golden, copied, capsys):
+    folder = copied("ae_k1")
+    shutil.copy(golden / "ae_k2" / "model.safetensors", folder / "ae_k1")
+    assert status_of(folder) == 2
+    assert_one_line_error(capsys, "encoder.squeeze_layer.weight")
+
+
+def test_config_without_a_key_is_an_error(copied, capsys):
+    file = copied("ae_k1") / "ae_k1" / "config.json"
+    file.write_text(file.read_text().replace('"latent_size"', '"latent_sighs"'))
+    assert status_of(file.parent.parent) == 2
+    assert_one_line_error(capsys, "config.json", "latent_size")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ('"rope_scaling": null', '"rope_scaling": {"factor": 8.0}'),
+        ('"attention_bias": false', '"attention_bias": true'),
+        ('"mlp_bias": false', '"mlp_bias": true'),
+        ('"hidden_act": "silu"', '"hidden_act": "gelu"'),
+        ('"tie_word_embeddings": false', '"tie_word_embeddings": true'),
+    ],
+)
+def test_arithmetic_that_is_not_ours_is_refused_by_name(ours, theirs, golden, tmp_path):
+    text = (golden / "energy_k4" / "config.json").read_text()
+    assert ours in text
+    (tmp_path / "config.json").write_text(text.replace(ours, theirs))
+    with pytest.raises(UserError, match=ours.split('"')[1]):
+        published.PublishedConfig(tmp_path).refuse_what_is_not_computed()
+    published.PublishedConfig(golden / "energy_k4").refuse_what_is_not_computed()
+
+
+# --- Names
+
+
+def model_and_rows(folder):
+    """A golden checkpoint's model, the call that initialises it, and its table of names."""
+    config = published.PublishedConfig(folder)
+    key, vocab_size = jax.random.key(0), config["vocab_size"]
+    if config.architecture == published.AUTOENCODER:
+        model = Autoencoder(config.autoencoder(), vocab_size, config["patch_size"], jnp.float32)
+        arguments = (jnp.zeros((1, config["patch_size"]), jnp.int32),)
+        return model, (key, *arguments), names.autoencoder_rows(config.autoencoder())
+    body, head = config.transformer(), config.energy_head(num_target_samples=1)
+    head_module = EnergyHead(
+        head, body.hidden_size, config["latent_size"], body.norm_epsilon, jnp.float32
+    )
+    model = CALM(body, head_module, vocab_size, config["pad_token_id"], jnp.float32)
+    tokens = jnp.zeros((1, 1, config["patch_size"]), jnp.int32)
+    rows = [*names.backbone_rows(body), *names.energy_head_rows(head.num_blocks)]
+    return model, (key, tokens, jax.random.split(key, 1)), rows
+
+
+CHECKPOINTS = ["ae_k1", "ae_k2", "ae_k4", "ae_k8", "energy_k2", "energy_k4"]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_parameters_go_to_published_names_and_back_bit_for_bit(name, golden):
+    model, arguments, rows = model_and_rows(golden / name)
+    tensors = published.read_tensors(golden / name)
+    made = jax.eval_shape(model.init, *arguments)["params"]
+    params = names.read_parameters(rows, tensors, made)
+    written = names.write_parameters(rows, params)
+    for published_name, tensor in written.items():
+        assert tensor.dtype == tensors[published_name].dtype
+        np.testing.assert_array_equal(tensor, tensors[published_name], err_msg=published_name)
+    again = names.read_parameters(rows, written, made)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+    # What the table leaves out is a second copy of something, or the autoencoder's.
+    twice = {"decoder.lm_head_weight"} | {
+        name.replace("mlp_generator.", "generative_head.", 1)
+        for name in written
+        if name.startswith("mlp_generator.")
+    }
+    left_out = {name for name in tensors if not name.startswith("ae_model.")} - set(written)
+    assert left_out <= twice
+
+    # The parameters are those that the model makes, in name and shape.
+    flat, made = (flax.traverse_util.flatten_dict(tree, sep="/") for tree in (params, made))
+    assert {path: leaf.shape for path, leaf in flat.items()} == {
+        path: leaf.shape for path, leaf in made.items()
+    }
+
+
+def test_a_linear_is_stored_as_the_transpose(golden):
+    config = published.PublishedConfig(golden / "energy_k4")
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    model, arguments, rows = model_and_rows(golden / "energy_k4")
+    tensors = published.read_tensors(golden / "energy_k4")
+    params = names.read_parameters(rows, tensors, jax.eval_shape(model.init, *arguments)["params"])
+    attention = params["backbone"]["layers"]["attention"]
+    x = np.random.default_rng(0).normal(size=width)
+
+    ours = np.einsum("d,dha->ha", x, attention["query"]["kernel"][1])
+    theirs = tensors["transformer.layers.1.self_attn.q_proj.weight"] @ x
+    np.testing.assert_allclose(ours, theirs.reshape(heads, -1), rtol=1e-6)
+    ours = np.einsum("ha,had->d", theirs.reshape(heads, -1), attention["output"]["kernel"][1])
+    theirs = tensors["transformer.layers.1.self_attn.o_proj.weight"] @ theirs
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
