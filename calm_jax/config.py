@@ -72,6 +72,8 @@ class Config:
     mesh: MeshConfig
 
     def __post_init__(self):
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed={self.seed} must be in [0, 2**32)")
         if self.stage not in STAGES:
             raise UserError(f"stage={self.stage!r} is none of {', '.join(STAGES)}")
         if self.compute_dtype not in ("float32", "bfloat16"):
@@ -130,12 +132,10 @@ def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
     try:
         return cls(**values)
     except UserError as error:
-        # Sections that more than one stage has name their keys from the section on.
-        stage = path.split(".")[0]
-        message = str(error)
-        if path.count(".") == 2 and not message.startswith(f"{stage}."):
-            message = f"{stage}.{message}"
-        raise UserError(message) from error
+        # A section that more than one place has names its keys from itself on.
+        top, message = path.split(".")[0], str(error)
+        known = not path or message.startswith((f"{top}.", f"{top}:"))
+        raise UserError(message if known else f"{top}.{message}") from error
 
 
 def _head_config(section: Mapping[str, Any]) -> type:

@@ -17,10 +17,11 @@ from calm_jax.workdir import Workdir, make_autoencoder_task, make_lm_task
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "text to continue; may be given more than once")
 _PROMPTS_FILE = flags.DEFINE_string("prompts_file", "", "file with one prompt a line")
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.5, "in (0, 1]")
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "tokens to generate for each prompt")
+# What is not given is as in the workdir's config.
+_TEMPERATURE = flags.DEFINE_float("temperature", None, "in (0, 1]")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "tokens to generate for each prompt")
 _NUM_CANDIDATES = flags.DEFINE_integer(
-    "num_candidates", 200, "candidates per chunk; not used at temperature 1"
+    "num_candidates", None, "candidates per chunk; not used at temperature 1"
 )
 _SEED = flags.DEFINE_integer("seed", 0, "decides every random number")
 
@@ -53,12 +54,9 @@ def main(argv: list[str]) -> None:
     prompts = _prompts()
     workdir = Workdir(pathlib.Path(_WORKDIR.value))
     config = workdir.config
-    sampling = dataclasses.replace(
-        config.sample,
-        temperature=_TEMPERATURE.value,
-        max_tokens=_MAX_TOKENS.value,
-        num_candidates=_NUM_CANDIDATES.value,
-    )
+    options = {flag.name: flag.value for flag in (_TEMPERATURE, _MAX_TOKENS, _NUM_CANDIDATES)}
+    given = {name: value for name, value in options.items() if value is not None}
+    sampling = dataclasses.replace(config.sample, **given)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         task = make_lm_task(config, workdir.tokenizer)

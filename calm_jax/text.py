@@ -73,7 +73,9 @@ def samples(
     """What a run writes at its end: the config's prompts and how the model goes on."""
     sample = config.sample
     texts = continuations(task, params, frozen, tokenizer, sample.prompts, sample, config.seed)
-    head = f"temperature {sample.temperature:g}, {sample.num_candidates} candidates, seed {config.seed}"
+    head = f"temperature {sample.temperature:g}, seed {config.seed}"
+    if sample.temperature < 1:
+        head += f", {sample.num_candidates} candidates a chunk"
     parts = [
         f"--- prompt: {prompt!r} ---\n{prompt}{text}"
         for prompt, text in zip(sample.prompts, texts, strict=True)

@@ -1,7 +1,7 @@
 """The body of the paper's ablations: 12 layers of width 768 (published BrierLM 4.70 after 50k steps).
 
-    python -m calm_jax.main --config=configs/calm_ablation.py \
-        --config.tokenizer.path=tokenizer.model --config.data.train_files='pile/*.jsonl' \
+    python -m calm_jax.main --config=configs/calm_ablation.py \\
+        --config.tokenizer.path=tokenizer.model --config.data.train_files='pile/*.jsonl' \\
         --config.data.validation_files=wikitext.jsonl
 """
 

@@ -60,6 +60,8 @@ def get_config() -> ConfigDict:
     training.checkpoint_every = 50
 
     config.eval.part_blocks = 32
+    # So small a model is dull when it is sharpened: what is most likely in Python is a run of spaces.
+    config.sample.temperature = 1.0
     config.sample.prompt_alignment = "left"
-    config.sample.prompts = ("def ", "import ", "class ", "    def __init__(self")
+    config.sample.prompts = ("def ", "import ", "class ", "    def __init__(self, ")
     return config

@@ -49,6 +49,8 @@ def compare(case: str, quantity: str, ours: np.ndarray, published: np.ndarray) -
     ours, published = np.asarray(ours), np.asarray(published)
     if ours.shape != published.shape:
         return Row(case, quantity, np.inf, np.inf)
+    if not ours.size:
+        return Row(case, quantity, 0.0, 0.0)
     absolute = float(np.abs(ours.astype(np.float64) - published.astype(np.float64)).max())
     if published.dtype.kind in "iub":
         return Row(case, quantity, absolute, np.inf if absolute else 0.0)
