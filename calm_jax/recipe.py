@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from calm_jax import brier, checkpoint, report
 from calm_jax import text as text_lib
 from calm_jax.checkpoint import Checkpointer
-from calm_jax.config import AutoencoderStage, Config, LmStage, as_dict
+from calm_jax.config import Config, as_dict
 from calm_jax.data.corpus import Corpus, load_corpus
-from calm_jax.data.pipeline import Blocks, encode_documents, pack
+from calm_jax.data.pipeline import BlockConfig, Blocks, encode_documents, pack
 from calm_jax.data.tokenizers import Tokenizer, make_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.evaluate import Evaluator
@@ -36,7 +36,7 @@ class StageBlocks:
 
 
 class Text:
-    """The recipe's text: read once, packed for each stage that asks."""
+    """The recipe's text: read once, packed once for each stage that asks."""
 
     def __init__(self, config: Config, corpus: Corpus, tokenizer: Tokenizer):
         self._config, self._tokenizer = config, tokenizer
@@ -44,31 +44,36 @@ class Text:
             "train": encode_documents(corpus.train, tokenizer),
             "validation": encode_documents(corpus.validation, tokenizer),
         }
+        self._packed: dict[str, StageBlocks] = {}
 
-    def blocks(self, name: str, stage: AutoencoderStage | LmStage) -> StageBlocks:
-        """Raises `UserError` if there is not enough text for one training block.
+    def blocks(self, name: str) -> StageBlocks:
+        """A stage's blocks. Raises `UserError` if there is not enough text for one training block.
 
         Validation text is never filled in front, and none of it is dropped.
         """
-        make = functools.partial(
-            pack,
-            tokenizer=self._tokenizer,
-            chunk_size=self._config.chunk_size,
-            seed=self._config.seed,
-        )
-        return StageBlocks(
-            make(
-                self._encoded["train"],
-                config=stage.data,
-                keep_remainder=False,
-                name=f"{name}: the training text",
-            ),
-            make(
-                self._encoded["validation"],
-                config=dataclasses.replace(stage.data, front_fill="none"),
-                keep_remainder=True,
-                name=f"{name}: the validation text",
-            ),
+        if name not in self._packed:
+            data = getattr(self._config, name).data
+            self._packed[name] = StageBlocks(
+                self._pack(name, "train", data, keep_remainder=False),
+                self._pack(
+                    name,
+                    "validation",
+                    dataclasses.replace(data, front_fill="none"),
+                    keep_remainder=True,
+                ),
+            )
+        return self._packed[name]
+
+    def _pack(self, name: str, split: str, data: BlockConfig, keep_remainder: bool) -> Blocks:
+        config = self._config
+        return pack(
+            self._encoded[split],
+            self._tokenizer,
+            data,
+            config.chunk_size,
+            config.seed,
+            keep_remainder,
+            f"{name}: the {split} text",
         )
 
 
@@ -99,16 +104,9 @@ class Run:
     def lm_task(self) -> CalmTask:
         return make_lm_task(self.config, self.tokenizer)
 
-    @functools.cached_property
-    def blocks(self) -> dict[str, StageBlocks]:
-        return {
-            name: self.text.blocks(name, getattr(self.config, name))
-            for name in ("autoencoder", "lm")
-        }
-
     def evaluator(self, name: str) -> Evaluator:
         task = self.autoencoder_task if name == "autoencoder" else self.lm_task
-        return Evaluator(task, self.blocks[name].validation, self.config.eval, self.mesh)
+        return Evaluator(task, self.text.blocks(name).validation, self.config.eval, self.mesh)
 
     def train(self, name: str, frozen: Params, evaluator: Evaluator, profile: Profile) -> Params:
         """Trains one stage to its last step."""
@@ -118,7 +116,7 @@ class Run:
             name,
             task,
             frozen,
-            self.blocks[name].train,
+            self.text.blocks(name).train,
             evaluator,
             config.training,
             config.optimizer,
@@ -163,7 +161,7 @@ class Run:
 
     def floor(self) -> brier.Score:
         """The score of training chunks' frequencies, over the positions that the model is scored on."""
-        blocks, size = self.blocks["lm"], self.config.chunk_size
+        blocks, size = self.text.blocks("lm"), self.config.chunk_size
         validation = blocks.validation
         targets = np.stack([validation[index]["targets"] for index in range(len(validation))])
         target_BLK = targets.reshape(len(validation), -1, size)[:, 1:]
@@ -211,6 +209,26 @@ def is_finished(config: Config, workdir: Workdir) -> bool:
     )
 
 
+def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> None:
+    """Raises `UserError` if stage 2 would have no autoencoder, or lose the one that it began with."""
+    if config.autoencoder.checkpoint:
+        return
+    step = None if fresh else checkpoint.latest_step(workdir.checkpoints("autoencoder"))
+    if config.stage == "lm" and step is None:
+        raise UserError(
+            f"stage='lm' needs an autoencoder, and {workdir.path} has none: train it with --config.stage=all, or name "
+            "a workdir that has one with --config.autoencoder.checkpoint=DIR"
+        )
+    if fresh or checkpoint.latest_step(workdir.checkpoints("lm")) is None:
+        return
+    num_steps = config.autoencoder.training.num_steps
+    if _needs(config, "autoencoder") and (step is None or step < num_steps):
+        raise UserError(
+            f"autoencoder.training.num_steps={num_steps}: the language model in {workdir.path} was trained on the "
+            f"autoencoder of step {step}, which must not change under it: give another --workdir"
+        )
+
+
 def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Run:
     """Checks everything that can be checked before long work, then makes or opens the workdir."""
     for name in ("autoencoder", "lm"):
@@ -226,6 +244,7 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
     source = _source(config)
     if source is not None and not source.exists:
         raise UserError(f"autoencoder.checkpoint={str(source.path)!r} is no workdir")
+    _check_autoencoder_stage(config, workdir, fresh)
     print("data: reading and tokenising", flush=True)
     corpus = _read_corpus(config)
     if fresh:
@@ -238,7 +257,7 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
     text = Text(config, corpus, tokenizer)
     for name in ("autoencoder", "lm"):
         if _needs(config, name):
-            text.blocks(name, getattr(config, name))
+            text.blocks(name)
     if overwrite:
         workdir.delete()
     if fresh:
@@ -292,7 +311,7 @@ def _train_and_report(run: Run, profile: Profile) -> None:
         print(f"\n{samples}")
     for name in ("autoencoder", "lm"):
         if name in results:
-            results[name] |= {"training_seconds": run.log.seconds(name)}
+            results[name] = {**results[name], "training_seconds": run.log.seconds(name)}
     write_atomically(workdir.results_path, json.dumps(finite(results), indent=2) + "\n")
     report.print_results(results, workdir)
 
