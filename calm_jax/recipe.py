@@ -20,6 +20,7 @@ from calm_jax.data.pipeline import BlockConfig, Blocks, encode_documents, pack
 from calm_jax.data.tokenizers import Tokenizer, make_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.evaluate import Evaluator
+from calm_jax.interrupt import EndOnSignal
 from calm_jax.mesh import check_batch, make_mesh
 from calm_jax.metrics import MetricsLog, finite, write_atomically
 from calm_jax.tasks import AutoencoderTask, CalmTask, Params, counted_for_brier
@@ -277,7 +278,7 @@ def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Pro
         )
         return
     mesh = make_mesh(config.mesh)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), EndOnSignal():
         run = prepare(config, workdir, overwrite, mesh)
         try:
             _train_and_report(run, profile)

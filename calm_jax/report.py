@@ -73,7 +73,7 @@ def print_results(results: Mapping[str, Mapping], workdir: Workdir) -> None:
     if "lm" in results:
         print(
             "next:\n"
-            f"  python -m calm_jax.generate --workdir={workdir.path} --prompt=TEXT --temperature=0.5\n"
+            f"  python -m calm_jax.generate --workdir={workdir.path} --prompt=TEXT\n"
             f"  python -m calm_jax.main --mode=eval --config=configs/workdir.py:{workdir.path} --config.eval.num_samples=8"
         )
     elif "autoencoder" in results:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import signal
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from calm_jax.checkpoint import Checkpointer
 from calm_jax.data.pipeline import Blocks, training_batches
 from calm_jax.errors import Interrupted, UserError
 from calm_jax.evaluate import Evaluator
+from calm_jax.interrupt import NoteSignal
 from calm_jax.mesh import global_batch, shardings
 from calm_jax.metrics import MetricsLog, Progress
 from calm_jax.optim import OptimizerConfig, make_optimizer, make_schedule
@@ -175,28 +175,6 @@ def init_state(
     return jax.jit(init, out_shardings=layout)()
 
 
-class _StopSignal:
-    """Notes SIGTERM and Ctrl-C while a stage trains; a second signal acts as it always does."""
-
-    def __enter__(self):
-        self.name = ""
-        self._previous = {
-            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
-        }
-        return self
-
-    def _note(self, number, frame):
-        self.name = signal.Signals(number).name
-        self._restore()
-
-    def _restore(self):
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def __exit__(self, *_):
-        self._restore()
-
-
 @dataclasses.dataclass(frozen=True)
 class Profile:
     """Steps to write a profiler trace of, first and last, and the folder for it; none for first < 0."""
@@ -293,7 +271,7 @@ class Trainer:
         self._began = self._logged_at = time.monotonic()
         self._logged_step = self._first_step
         try:
-            with _StopSignal() as stop:
+            with NoteSignal() as stop:
                 # A run that was killed between a checkpoint and its evaluation makes up for it.
                 self._evaluate(self._first_step)
                 for step in range(self._first_step + 1, config.num_steps + 1):

@@ -47,6 +47,8 @@ BAD_VALUES = {
     "--config.sample.temperature=0.0": "temperature=0",
     "--config.sample.temperature=1.5": "temperature=1.5",
     "--config.eval.num_samples=1": "eval.num_samples=1",
+    "--config.stage=lm": "stage='lm' needs an autoencoder",
+    "--config.seed=-1": "seed=-1",
     "--config.stage=both": "stage='both'",
     "--config.chunk_size=3": "chunk_size=3",
     "--config.compute_dtype=float8": "compute_dtype='float8'",

@@ -231,13 +231,23 @@ def test_other_suffixes_and_folders_are_refused(tmp_path):
         load_corpus(data_config(tmp_path / "folder.txt"))
 
 
-@pytest.mark.parametrize("held_out, split", [(False, "training"), (True, "validation")])
-def test_empty_split_is_refused(tmp_path, held_out, split):
+@pytest.mark.parametrize("held_out", [False, True])
+def test_each_split_gets_a_document_where_the_hash_gives_it_none(tmp_path, held_out):
     numbers = [n for n in range(50) if is_held_out(f"{n}.txt", 2) == held_out][:3]
     for number in numbers:
         (tmp_path / f"{number}.txt").write_text("x")
-    with pytest.raises(UserError, match=f"all 3 documents fall into the {split} split"):
-        load_corpus(data_config(tmp_path / "*.txt"))
+    corpus = load_corpus(data_config(tmp_path / "*.txt"))
+    alone, others = (
+        (corpus.train, corpus.validation) if held_out else (corpus.validation, corpus.train)
+    )
+    assert (len(alone), len(others)) == (1, 2)
+    assert load_corpus(data_config(tmp_path / "*.txt")) == corpus
+
+
+def test_one_document_cannot_be_split(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(UserError, match="holds one document"):
+        load_corpus(data_config(tmp_path / "a.txt"))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -259,6 +260,17 @@ def test_stage_two_refuses_a_bad_autoencoder(finished, text_glob):
         status=2,
     )
     assert "autoencoder.min_accuracy=0.98" in error
+
+
+@pytest.mark.slow
+def test_a_finished_run_goes_on_but_its_autoencoder_stays(finished, text_glob, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished[0], workdir)
+    error = train(text_glob, workdir, "--config.autoencoder.training.num_steps=20", status=2)
+    assert "must not change under it" in error
+    out = train(text_glob, workdir, "--config.lm.training.num_steps=14")
+    assert "lm: resumed at step 12" in out and "step 14, trained" in out
+    assert (workdir / "lm" / "14").is_dir()
 
 
 @pytest.mark.slow

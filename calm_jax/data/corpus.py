@@ -9,6 +9,8 @@ import pathlib
 import sysconfig
 from collections.abc import Iterator
 
+from absl import logging
+
 from calm_jax.errors import UserError
 
 # Folders of the standard library that are not its own source text: tests, and packages vendored by pip's installer.
@@ -157,10 +159,25 @@ def _read(globs: str, key: str, config: DataConfig, skipped: collections.Counter
     return documents
 
 
+def _hash(name: str) -> int:
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
 def is_held_out(name: str, every: int) -> bool:
     """Whether a document of this name is in the validation split, for one document in `every`."""
-    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % every == 0
+    return _hash(name) % every == 0
+
+
+def _split(documents: list[Document], every: int) -> tuple[list[Document], list[Document]]:
+    """Training and validation documents. Of two documents or more, each split gets at least one."""
+    held_out = [is_held_out(document.name, every) for document in documents]
+    if len(set(held_out)) == 1 and len(documents) > 1:
+        hashes = [_hash(document.name) for document in documents]
+        odd_one = hashes.index(min(hashes))
+        held_out[odd_one] = not held_out[odd_one]
+    train = [document for document, out in zip(documents, held_out, strict=True) if not out]
+    return train, [document for document, out in zip(documents, held_out, strict=True) if out]
 
 
 def load_corpus(config: DataConfig) -> Corpus:
@@ -175,19 +192,16 @@ def load_corpus(config: DataConfig) -> Corpus:
             _files(config.validation_files, "data.validation_files")
         )
         if overlap:
-            raise UserError(
-                f"data.validation_files: {min(overlap)} is among data.train_files too; a held-out file cannot be"
+            logging.warning(
+                "data.validation_files: %s is among data.train_files too: scores on it say nothing about new text",
+                min(overlap),
             )
         validation = _read(config.validation_files, "data.validation_files", config, skipped)
         return Corpus(documents, validation, dict(skipped))
-    held_out = [is_held_out(document.name, config.holdout_every) for document in documents]
-    train = [document for document, out in zip(documents, held_out, strict=True) if not out]
-    validation = [document for document, out in zip(documents, held_out, strict=True) if out]
-    for split, other in ((train, "validation"), (validation, "training")):
-        if not split:
-            raise UserError(
-                f"data.train_files: all {len(documents)} documents fall into the {other} split (1 in "
-                f"{config.holdout_every} is held out); name other files for validation with "
-                "--config.data.validation_files=GLOB"
-            )
+    if len(documents) == 1:
+        raise UserError(
+            f"data.train_files={config.train_files!r} holds one document, which cannot be both trained on and held "
+            "out: name other files for validation with --config.data.validation_files=GLOB"
+        )
+    train, validation = _split(documents, config.holdout_every)
     return Corpus(train, validation, dict(skipped))
