@@ -78,7 +78,7 @@ class Checkpointer:
     def _cannot_write(self, error: Exception) -> UserError:
         whole = sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
         kept = f"the last good one is of step {whole[-1]}" if whole else "there is none yet"
-        reason = str(error).strip().splitlines()[0][:200]
+        reason = _first_line(error)
         return UserError(f"{self.folder}: a checkpoint could not be written ({reason}); {kept}")
 
     def restore(
@@ -93,11 +93,33 @@ class Checkpointer:
             _TRAINING: ocp.args.StandardRestore(_abstract(training, mesh)),
             _DATA: grain.checkpoint.CheckpointRestore(data),
         }
-        restored = self._manager.restore(self.latest_step, args=ocp.args.Composite(**items))
+        try:
+            restored = self._manager.restore(self.latest_step, args=ocp.args.Composite(**items))
+        except (OSError, ValueError, KeyError) as error:
+            raise _damaged(self.folder / str(self.latest_step), error) from error
         return restored[_PARAMS], restored[_TRAINING]
+
+    def about(self) -> dict:
+        """What the latest checkpoint says of itself."""
+        items = ocp.args.Composite(**{_ABOUT: ocp.args.JsonRestore()})
+        try:
+            return self._manager.restore(self.latest_step, args=items)[_ABOUT]
+        except (OSError, ValueError, KeyError) as error:
+            raise _damaged(self.folder / str(self.latest_step), error) from error
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def _damaged(path: pathlib.Path, error: Exception) -> UserError:
+    return UserError(
+        f"the checkpoint {path} cannot be read ({_first_line(error)}); move it away to go on from the one before"
+    )
 
 
 def latest_step(folder: pathlib.Path) -> int | None:
@@ -116,4 +138,7 @@ def load_params(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:
         raise UserError(f"{folder} holds no checkpoint: train first")
     with ocp.StandardCheckpointer() as checkpointer:
         path = folder.resolve() / str(step) / _PARAMS
-        return checkpointer.restore(path, _abstract(like, mesh))
+        try:
+            return checkpointer.restore(path, _abstract(like, mesh))
+        except (OSError, ValueError, KeyError) as error:
+            raise _damaged(folder / str(step), error) from error

@@ -177,6 +177,7 @@ _TRAINING_KEYS = (
     "seed",
     "compute_dtype",
     "data.",
+    "autoencoder.checkpoint",
     "autoencoder.data.",
     "autoencoder.training.batch_size",
     "lm.data.",

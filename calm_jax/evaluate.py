@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from calm_jax.data.pipeline import Blocks, evaluation_batches
 from calm_jax.errors import UserError
 from calm_jax.mesh import global_batch
+from calm_jax.streams import stream
 from calm_jax.tasks import Params, Task
 
 
@@ -26,6 +27,8 @@ class EvalConfig:
     def __post_init__(self):
         if self.num_samples < 2:
             raise UserError(f"eval.num_samples={self.num_samples} must be at least 2")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"eval.seed={self.seed} must be in [0, 2**32)")
         for name in ("batch_size", "part_blocks"):
             if getattr(self, name) < 1:
                 raise UserError(f"eval.{name}={getattr(self, name)} must be at least 1")
@@ -45,14 +48,15 @@ class Evaluator:
     batched or spread over devices.
     """
 
-    def __init__(self, task: Task, blocks: Blocks, config: EvalConfig, mesh: Mesh):
+    def __init__(self, name: str, task: Task, blocks: Blocks, config: EvalConfig, mesh: Mesh):
         self._task, self._blocks, self._config, self._mesh = task, blocks, config, mesh
 
         @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
         def sums(params: Params, frozen: Params, batch: dict):
             batch = dict(batch)
             index_B = batch.pop("index")
-            key_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(config.seed), index_B)
+            key = stream(config.seed, f"evaluate/{name}")
+            key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, index_B)
             return task.evaluate(params, frozen, batch, key_B)
 
         self._sums = sums

@@ -9,7 +9,8 @@ import pathlib
 import jax
 from absl import app, flags
 
-from calm_jax.errors import UserError, command
+from calm_jax.command import command
+from calm_jax.errors import UserError
 from calm_jax.mesh import make_mesh
 from calm_jax.text import continuations
 from calm_jax.workdir import Workdir, make_autoencoder_task, make_lm_task
@@ -39,7 +40,7 @@ def _prompts() -> list[str]:
             raise UserError(
                 f"--prompts_file={_PROMPTS_FILE.value!r}: byte {error.start} is not valid UTF-8"
             ) from error
-        prompts += text.splitlines()
+        prompts += text.removesuffix("\n").split("\n")
     if not prompts:
         raise UserError("give a --prompt=TEXT (an empty one starts a document) or a --prompts_file")
     return prompts
@@ -51,6 +52,8 @@ def main(argv: list[str]) -> None:
         raise UserError(f"unexpected argument {argv[1]!r}; a prompt goes into --prompt=TEXT")
     if not _WORKDIR.value:
         raise UserError("give the folder of a trained model: --workdir=DIR")
+    if not 0 <= _SEED.value < 2**32:
+        raise UserError(f"--seed={_SEED.value} must be in [0, 2**32)")
     prompts = _prompts()
     workdir = Workdir(pathlib.Path(_WORKDIR.value))
     config = workdir.config

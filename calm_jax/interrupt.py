@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: end a run with a message, and a training stage with a checkpoint."""
+"""SIGTERM and Ctrl-C: end a command with a message, and a training stage with a checkpoint."""
 
 import abc
 import signal

@@ -11,8 +11,9 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from calm_jax import recipe
+from calm_jax.command import command
 from calm_jax.config import nearest, resolve
-from calm_jax.errors import UserError, command
+from calm_jax.errors import UserError
 from calm_jax.train import Profile
 from calm_jax.workdir import Workdir
 
@@ -39,21 +40,30 @@ def _default_workdir(config_flag: str) -> pathlib.Path:
 
 def _parse_flags(argv: list[str]) -> list[str]:
     """Parses flags; what is wrong with them is one line instead of a traceback."""
-    recipes = [arg.split("=", 1)[1] for arg in argv if arg.startswith("--config=")]
+    recipe_flag = _recipe_flag(argv)
     try:
-        for recipe_flag in recipes:
-            file = recipe_flag.partition(":")[0]
-            if not pathlib.Path(file).is_file():
-                raise UserError(f"--config={recipe_flag}: there is no file {file}")
+        file = recipe_flag.partition(":")[0]
+        if file and not pathlib.Path(file).is_file():
+            raise UserError(f"--config={recipe_flag}: there is no file {file}")
         return flags.FLAGS(argv)
     except UserError as error:
         message = str(error)
     except (AttributeError, KeyError) as error:
-        message = _unknown_key(argv, recipes[-1]) or f"--config={recipes[-1]}: {error!r}"
+        message = _unknown_key(argv, recipe_flag) or f"--config={recipe_flag}: {error!r}"
     except (TypeError, ValueError, OSError, ImportError, SyntaxError, flags.Error) as error:
         message = " ".join(str(error).split())
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def _recipe_flag(argv: list[str]) -> str:
+    """The last value of --config, as `--config=FILE` or `--config FILE`; empty if there is none."""
+    value = ""
+    for arg, after in zip(argv, [*argv[1:], ""], strict=True):
+        name, is_given, text = arg.partition("=")
+        if name in ("--config", "-config"):
+            value = text if is_given else after
+    return value
 
 
 def _unknown_key(argv: list[str], recipe_flag: str) -> str:
@@ -95,6 +105,9 @@ def main(argv: list[str]) -> None:
     path = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else _default_workdir(config_flag)
     config, workdir = resolve(_CONFIG.value), Workdir(path)
     if _MODE.value == "eval":
+        for name, value in (("--overwrite", _OVERWRITE.value), ("--profile", _PROFILE.value)):
+            if value:
+                raise UserError(f"{name} is for --mode=train")
         recipe.run_evaluation(config, workdir)
     else:
         profile = _profile(_PROFILE.value, path)

@@ -56,7 +56,7 @@ class MetricsLog:
         self._events: dict[str, tensorboardX.SummaryWriter] = {}
         self.records: list[dict] = []
         if self._path.exists():
-            lines = self._path.read_text(encoding="utf-8").splitlines()
+            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
             self.records = [record for line in lines if (record := _parse(line)) is not None]
 
     def cut_back(self, stage: str, step: int) -> None:
@@ -76,14 +76,12 @@ class MetricsLog:
         return None
 
     def seconds(self, stage: str) -> float:
-        """How long a stage has trained, over all the runs that it took."""
-        total, before = 0.0, 0.0
-        for record in self.records:
-            if (record["stage"], record["split"]) == (stage, "train"):
-                # Each run counts its seconds from zero.
-                total += record["seconds"] - (before if record["seconds"] >= before else 0.0)
-                before = record["seconds"]
-        return total
+        """How long a stage has trained up to its last record, over all the runs that it took."""
+        times = [record["seconds"] for record in self._of(stage) if record["split"] == "train"]
+        return times[-1] if times else 0.0
+
+    def _of(self, stage: str) -> list[dict]:
+        return [record for record in self.records if record["stage"] == stage]
 
     def write(self, stage: str, split: str, step: int, values: Mapping[str, float]) -> None:
         numbers = {name: float(value) for name, value in values.items()}
@@ -114,11 +112,13 @@ class MetricsLog:
 
 
 def _parse(line: str) -> dict | None:
-    """A killed run may leave its last line unfinished."""
+    """A killed run may leave its last line unfinished; what is no record of ours is left out."""
     try:
-        return json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return None
+    is_record = isinstance(record, dict) and {"stage", "split", "step"} <= record.keys()
+    return record if is_record else None
 
 
 class Progress:

@@ -20,7 +20,6 @@ from calm_jax.data.pipeline import BlockConfig, Blocks, encode_documents, pack
 from calm_jax.data.tokenizers import Tokenizer, make_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.evaluate import Evaluator
-from calm_jax.interrupt import EndOnSignal
 from calm_jax.mesh import check_batch, make_mesh
 from calm_jax.metrics import MetricsLog, finite, write_atomically
 from calm_jax.tasks import AutoencoderTask, CalmTask, Params, counted_for_brier
@@ -107,7 +106,7 @@ class Run:
 
     def evaluator(self, name: str) -> Evaluator:
         task = self.autoencoder_task if name == "autoencoder" else self.lm_task
-        return Evaluator(task, self.text.blocks(name).validation, self.config.eval, self.mesh)
+        return Evaluator(name, task, self.text.blocks(name).validation, self.config.eval, self.mesh)
 
     def train(self, name: str, frozen: Params, evaluator: Evaluator, profile: Profile) -> Params:
         """Trains one stage to its last step."""
@@ -125,6 +124,13 @@ class Run:
         about = {"config": as_dict(self.config), "tokenizer": self.tokenizer.fingerprint}
         checkpointer = Checkpointer(self.workdir.checkpoints(name), self.config.checkpoint.keep)
         try:
+            if checkpointer.latest_step is not None:
+                saved_with = checkpointer.about()["tokenizer"]
+                if saved_with != about["tokenizer"]:
+                    raise UserError(
+                        f"{checkpointer.folder} was saved with another tokenizer ({saved_with}) than the "
+                        f"workdir's ({about['tokenizer']})"
+                    )
             trainer = Trainer(
                 stage,
                 self.config.seed,
@@ -153,6 +159,7 @@ class Run:
         return self.log.find(name, "validation", step)
 
     def check_autoencoder(self, accuracy: float) -> None:
+        """Raises `UserError` if targets from this autoencoder would be too often wrong."""
         least = self.config.autoencoder.min_accuracy
         if not accuracy >= least:
             raise UserError(
@@ -193,18 +200,56 @@ def _fit_autoencoder(config: Config, tokenizer: Tokenizer, source: Workdir) -> N
         )
 
 
-def _source(config: Config) -> Workdir | None:
-    path = config.autoencoder.checkpoint
-    return Workdir(pathlib.Path(path)) if path else None
+def _source_to_import(config: Config, workdir: Workdir, fresh: bool) -> Workdir | None:
+    """The workdir whose autoencoder is to be taken over; None if there is nothing to take."""
+    name = config.autoencoder.checkpoint
+    if not name:
+        return None
+    if not fresh and checkpoint.latest_step(workdir.checkpoints("autoencoder")) is not None:
+        return None
+    source = Workdir(pathlib.Path(name))
+    if source.path.resolve() == workdir.path.resolve():
+        raise UserError(f"autoencoder.checkpoint={name!r} is the workdir itself")
+    if not source.exists:
+        raise UserError(f"autoencoder.checkpoint={name!r} is no workdir")
+    if checkpoint.latest_step(source.checkpoints("autoencoder")) is None:
+        raise UserError(f"autoencoder.checkpoint={name!r} has no trained autoencoder")
+    return source
+
+
+def _check_tokenizer_file(config: Config, tokenizer: Tokenizer) -> None:
+    """Raises `UserError` if the config names a tokenizer that is not the workdir's; it may be gone."""
+    path = config.tokenizer.path
+    if path and pathlib.Path(path).exists():
+        named = make_tokenizer(config.tokenizer, ())
+        if named.fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"tokenizer.path={path!r} is another tokenizer ({named.fingerprint}) than the workdir's "
+                f"({tokenizer.fingerprint}): give another --workdir, or --overwrite"
+            )
+
+
+def _check_scored(validation: Blocks, config: Config, tokenizer: Tokenizer) -> None:
+    """Raises `UserError` if no chunk of the validation text is ever predicted."""
+    targets = np.stack([validation[index]["targets"] for index in range(len(validation))])
+    target_BLK = targets.reshape(len(validation), -1, config.chunk_size)[:, 1:]
+    if not counted_for_brier(target_BLK, tokenizer.pad_id)[..., -1].any():
+        raise UserError(
+            f"lm: the validation text has no whole chunk of {config.chunk_size} tokens after the first of its block, so "
+            "there is nothing to score: give more of it"
+        )
 
 
 def is_finished(config: Config, workdir: Workdir) -> bool:
     """Whether everything that the config asks for has been trained, scored and written."""
-    if not workdir.results_path.exists():
+    try:
+        done = json.loads(workdir.results_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return False
-    done = json.loads(workdir.results_path.read_text(encoding="utf-8"))
     return all(
-        name in done and done[name]["step"] >= getattr(config, name).training.num_steps
+        name in done
+        and checkpoint.latest_step(workdir.checkpoints(name)) == done[name]["step"]
+        and done[name]["step"] >= getattr(config, name).training.num_steps
         for name in ("autoencoder", "lm")
         if _needs(config, name) and not (name == "autoencoder" and config.autoencoder.checkpoint)
     )
@@ -239,12 +284,12 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
         check_batch(f"{name}.training.batch_size / accumulation_steps", micro, mesh)
     check_batch("eval.batch_size", config.eval.batch_size, mesh)
     workdir.refuse_foreign()
+    if overwrite:
+        workdir.check_deletable()
     fresh = overwrite or not workdir.exists
     if not fresh:
         workdir.check_config(config, training=True)
-    source = _source(config)
-    if source is not None and not source.exists:
-        raise UserError(f"autoencoder.checkpoint={str(source.path)!r} is no workdir")
+    source = _source_to_import(config, workdir, fresh)
     _check_autoencoder_stage(config, workdir, fresh)
     print("data: reading and tokenising", flush=True)
     corpus = _read_corpus(config)
@@ -253,18 +298,20 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
     else:
         workdir.check_corpus(corpus)
         tokenizer = workdir.tokenizer
+        _check_tokenizer_file(config, tokenizer)
     if source is not None:
         _fit_autoencoder(config, tokenizer, source)
     text = Text(config, corpus, tokenizer)
-    for name in ("autoencoder", "lm"):
-        if _needs(config, name):
-            text.blocks(name)
+    text.blocks("autoencoder")
+    if _needs(config, "lm"):
+        _check_scored(text.blocks("lm").validation, config, tokenizer)
     if overwrite:
         workdir.delete()
     if fresh:
         workdir.create(config, tokenizer, corpus)
     else:
-        workdir.store_config(config)
+        # One stage may be trained at a time; the recipe stays whole.
+        workdir.store_config(dataclasses.replace(config, stage=workdir.config.stage))
     return Run(config, Workdir(workdir.path), mesh, text)
 
 
@@ -278,7 +325,7 @@ def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Pro
         )
         return
     mesh = make_mesh(config.mesh)
-    with jax.set_mesh(mesh), EndOnSignal():
+    with jax.set_mesh(mesh):
         run = prepare(config, workdir, overwrite, mesh)
         try:
             _train_and_report(run, profile)
@@ -290,9 +337,9 @@ def _train_and_report(run: Run, profile: Profile) -> None:
     config, workdir = run.config, run.workdir
     results: dict[str, dict] = {}
     evaluator = run.evaluator("autoencoder")
-    source = _source(config)
-    if source is not None:
-        if checkpoint.latest_step(workdir.checkpoints("autoencoder")) is None:
+    if config.autoencoder.checkpoint:
+        source = _source_to_import(config, workdir, fresh=False)
+        if source is not None:
             workdir.import_autoencoder(source)
         params = workdir.load_params("autoencoder", run.autoencoder_task, run.mesh)
     elif _needs(config, "autoencoder"):
@@ -323,7 +370,11 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
     mesh = make_mesh(config.mesh)
     check_batch("eval.batch_size", config.eval.batch_size, mesh)
     with jax.set_mesh(mesh):
-        run = Run(config, workdir, mesh, Text(config, _read_corpus(config), workdir.tokenizer))
+        corpus = _read_corpus(config)
+        change = workdir.change_of_text(corpus)
+        if change:
+            print(f"data: not the text that this run was trained with. {change}")
+        run = Run(config, workdir, mesh, Text(config, corpus, workdir.tokenizer))
         results: dict[str, Mapping] = {}
         params = workdir.load_params("autoencoder", run.autoencoder_task, mesh)
         results["autoencoder"] = run.evaluator("autoencoder")(params, {})
@@ -336,5 +387,5 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
                 step = checkpoint.latest_step(workdir.checkpoints(name))
                 results[name] = {"step": step, **results[name]}
     record = {"eval": dataclasses.asdict(config.eval), "data": dataclasses.asdict(config.data)}
-    report.append(workdir, record | results)
     report.print_results(results, workdir)
+    report.append(workdir, record | results)

@@ -1,17 +1,23 @@
 """The table that ends a run or an evaluation."""
 
 import json
+import shlex
 from collections.abc import Mapping
 
 import rich.table
+import rich.text
 
 from calm_jax import metrics
 from calm_jax.errors import UserError
 from calm_jax.workdir import Workdir
 
 
-def _percent(value: float) -> str:
-    return f"{value:.2%}"
+def _percent(value: float | None) -> str:
+    return "nothing to score" if value is None else f"{value:.2%}"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
 
 
 def _with_error(values: Mapping, name: str, scale: float) -> str:
@@ -49,7 +55,7 @@ def _rows(results: Mapping[str, Mapping]) -> list[tuple[str, str]]:
             ]
         else:
             rows += [
-                ("  validation loss (minus energy score)", f"{values['loss']:.4g}"),
+                ("  validation loss (minus energy score)", _number(values["loss"])),
                 ("  BrierLM", _with_error(values, "brierlm", 1)),
                 (
                     "  BrierLM of chunk frequencies (the floor)",
@@ -65,20 +71,21 @@ def print_results(results: Mapping[str, Mapping], workdir: Workdir) -> None:
     """Shows what was trained, how well it does, where it is and what to run next."""
     table = rich.table.Table(show_header=False)
     for name, value in _rows(results):
-        table.add_row(name, value)
+        table.add_row(name, rich.text.Text(value))
     files = ["config.json", "metrics.jsonl", "tensorboard/"]
     files += [path.name for path in (workdir.samples_path,) if path.exists()]
-    table.add_row("files", f"{workdir.path}/: {', '.join(files)}")
+    table.add_row("files", rich.text.Text(f"{workdir.path}/: {', '.join(files)}"))
+    path = shlex.quote(str(workdir.path))
     metrics.console().print(table, highlight=False)
     if "lm" in results:
         print(
             "next:\n"
-            f"  python -m calm_jax.generate --workdir={workdir.path} --prompt=TEXT\n"
-            f"  python -m calm_jax.main --mode=eval --config=configs/workdir.py:{workdir.path} --config.eval.num_samples=8"
+            f"  python -m calm_jax.generate --workdir={path} --prompt=TEXT\n"
+            f"  python -m calm_jax.main --mode=eval --config=configs/workdir.py:{path} --config.eval.num_samples=8"
         )
     elif "autoencoder" in results:
         print(
-            f"next:\n  python -m calm_jax.main --config=configs/workdir.py:{workdir.path} --config.stage=lm"
+            f"next:\n  python -m calm_jax.main --config=configs/workdir.py:{path} --config.stage=lm"
         )
 
 

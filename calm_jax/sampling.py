@@ -81,6 +81,8 @@ class SamplingConfig:
 
     def __post_init__(self):
         temperature_lib.check_temperature(self.temperature)
+        if not self.prompts:
+            raise UserError("sample.prompts=() must hold at least one prompt; '' starts a document")
         if self.num_candidates < 1:
             raise UserError(f"num_candidates={self.num_candidates} must be at least 1")
         if self.max_tokens < 1:

@@ -8,14 +8,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from calm_jax import brier
+from calm_jax.data.pipeline import MASKED
 from calm_jax.losses import Posterior, cross_entropy
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM
 from calm_jax.models.transformer import KVCache
 from calm_jax.sampling import ChunkModel, at_once, decode_in_blocks
-
-# Label of a token that is no target. Pads that fill a document's last chunk are ordinary targets.
-MASKED = -100
 
 Params = dict[str, Any]
 Batch = dict[str, Array]

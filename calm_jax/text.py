@@ -10,6 +10,7 @@ from calm_jax.config import Config
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 from calm_jax.sampling import SamplingConfig, generate_chunks
+from calm_jax.streams import stream
 from calm_jax.tasks import CalmTask, Params
 
 
@@ -44,7 +45,9 @@ def continuations(
     prompt_BLK = np.full((len(prompts), longest, task.chunk_size), tokenizer.pad_id, np.int32)
     for row, chunks in zip(prompt_BLK, encoded, strict=True):
         row[: len(chunks)] = chunks
-    key_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(len(prompts)))
+    key_B = jax.vmap(jax.random.fold_in, (None, 0))(
+        stream(seed, "generate"), jnp.arange(len(prompts))
+    )
     continuation = jax.device_get(
         generate_chunks(
             task.bind,

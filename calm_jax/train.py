@@ -13,14 +13,15 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from calm_jax.checkpoint import Checkpointer
-from calm_jax.data.pipeline import Blocks, training_batches
+from calm_jax.data.pipeline import MASKED, Blocks, training_batches
 from calm_jax.errors import Interrupted, UserError
 from calm_jax.evaluate import Evaluator
 from calm_jax.interrupt import NoteSignal
 from calm_jax.mesh import global_batch, shardings
 from calm_jax.metrics import MetricsLog, Progress
 from calm_jax.optim import OptimizerConfig, make_optimizer, make_schedule
-from calm_jax.tasks import MASKED, Batch, Metrics, Params, Task, ratio
+from calm_jax.streams import stream
+from calm_jax.tasks import Batch, Metrics, Params, Task, ratio
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +70,10 @@ def make_step(
     task: Task,
     optimizer: optax.GradientTransformation,
     config: TrainingConfig,
-    seed: int,
+    key: Array,
     pad_id: int,
 ) -> Step:
-    """One update, to be jitted. Every random number is keyed by (seed, step, row of the batch).
+    """One update, to be jitted. Every random number is keyed by (`key`, step, row of the batch).
 
     Gradients are of the summed loss, added over microbatches and divided once by the total weight,
     so that masks and splits change nothing. An update whose loss or gradient is not finite is
@@ -89,7 +90,7 @@ def make_step(
 
     def step(state: TrainState, frozen: Params, batch: Batch) -> TrainState:
         rows = len(batch["tokens"])
-        step_key = jax.random.fold_in(jax.random.key(seed), state.step)
+        step_key = jax.random.fold_in(key, state.step)
         key_B = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(rows))
         parts = config.accumulation_steps
         if parts == 1:
@@ -157,13 +158,13 @@ def init_state(
     optimizer: optax.GradientTransformation,
     frozen: Params,
     batch: Batch,
-    seed: int,
+    key: Array,
     mesh: Mesh,
 ) -> TrainState:
     """A fresh state, made in place on the mesh."""
 
     def init() -> TrainState:
-        params = task.init(jax.random.key(seed))
+        params = task.init(key)
         key_B = jax.random.split(jax.random.key(0), len(batch["tokens"]))
         metrics = jax.eval_shape(task.loss, params, frozen, batch, key_B)
         metrics |= {name: (0, 0) for name in ("gradient_norm", "tokens_per_step")}
@@ -227,14 +228,15 @@ class Trainer:
         )
         shape = jax.ShapeDtypeStruct((config.batch_size, blocks.tokens.shape[1]), jnp.int32)
         batch = {"tokens": shape, "targets": shape}
-        self._state = init_state(stage.task, optimizer, stage.frozen, batch, seed, mesh)
+        init_key = stream(seed, f"init/{stage.name}")
+        self._state = init_state(stage.task, optimizer, stage.frozen, batch, init_key, mesh)
         self._saved_step = checkpointer.latest_step
         if self._saved_step is not None:
             self._restore()
         self._first_step = int(self._state.step)
         log.cut_back(stage.name, self._first_step)
         self._update = jax.jit(
-            make_step(stage.task, optimizer, config, seed, pad_id),
+            make_step(stage.task, optimizer, config, stream(seed, f"train/{stage.name}"), pad_id),
             donate_argnums=0,
             out_shardings=shardings(self._state, mesh),
         )
@@ -245,7 +247,8 @@ class Trainer:
         params, rest = self._checkpointer.restore(
             self._state.params, self._all_but_params(), self._data, self._mesh
         )
-        self._state = TrainState(params=params, **rest)
+        # A new run has its own patience with updates that are not finite.
+        self._state = TrainState(params=params, **rest | {"nonfinite_streak": jnp.int32(0)})
 
     def _all_but_params(self) -> dict[str, Any]:
         rest = self._state._asdict()
@@ -254,6 +257,8 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         if step != self._saved_step:
+            # Nothing is saved of a state that stands still, under the number of a step it never took.
+            self._check_finite()
             rest = self._all_but_params()
             self._checkpointer.save(step, self._state.params, rest, self._data, self._about)
             self._saved_step = step
@@ -268,8 +273,9 @@ class Trainer:
         self._progress = Progress(stage.name, self._first_step, config.num_steps)
         if self._first_step:
             self._progress.note(f"resumed at step {self._first_step}")
-        self._began = self._logged_at = time.monotonic()
-        self._logged_step = self._first_step
+        self._logged_at = time.monotonic()
+        self._logged_step, self._seconds = self._first_step, self._log.seconds(stage.name)
+        self._profiling = False
         try:
             with NoteSignal() as stop:
                 # A run that was killed between a checkpoint and its evaluation makes up for it.
@@ -289,37 +295,41 @@ class Trainer:
                         self._save(step)
                 self._checkpointer.wait()
         finally:
+            if self._profiling:
+                self._stop_profile(int(self._state.step))
             self._progress.close()
         return self._state.params
 
     def _step(self, step: int) -> None:
-        if step == self._profile.first:
+        if self._profile.first <= step <= self._profile.last and not self._profiling:
             jax.profiler.start_trace(self._profile.folder)
+            self._profiling = True
         batch = global_batch(next(self._data), self._mesh)
         self._state = self._update(self._state, self._stage.frozen, batch)
-        if step == self._profile.last:
-            jax.block_until_ready(self._state)
-            jax.profiler.stop_trace()
-            self._progress.note(
-                f"profile of steps {self._profile.first} to {step} in {self._profile.folder}"
-            )
+        if self._profiling and step == self._profile.last:
+            self._stop_profile(step)
         self._progress.step(step)
+
+    def _stop_profile(self, step: int) -> None:
+        jax.block_until_ready(self._state)
+        jax.profiler.stop_trace()
+        self._profiling = False
+        self._progress.note(f"profile up to step {step} in {self._profile.folder}")
 
     def _write_metrics(self, step: int) -> None:
         state = self._state
-        metrics, streak, skipped = jax.device_get(
-            self._to_host((state.metrics, state.nonfinite_streak, state.nonfinite_total))
-        )
-        self._check_finite(int(streak), int(state.step))
+        self._check_finite()
+        metrics, skipped = jax.device_get(self._to_host((state.metrics, state.nonfinite_total)))
         values = {name: ratio(pair) for name, pair in metrics.items()}
         now = time.monotonic()
+        self._seconds += now - self._logged_at
         steps_per_second = (step - self._logged_step) / (now - self._logged_at)
         values |= {
             # A skipped update does not move the schedule.
             "learning_rate": float(self._schedule(step - int(skipped) - 1)),
             "skipped_updates": int(skipped),
             "tokens_per_second": values["tokens_per_step"] * steps_per_second,
-            "seconds": now - self._began,
+            "seconds": self._seconds,
         }
         self._logged_at, self._logged_step = now, step
         self._log.write(self._stage.name, "train", step, values)
@@ -339,7 +349,10 @@ class Trainer:
         # Not training time: neither in the rates nor in the total.
         self._logged_at += time.monotonic() - began
 
-    def _check_finite(self, streak: int, step: int) -> None:
+    def _check_finite(self) -> None:
+        """Waits for the latest update. Raises `UserError` after too many that were not finite."""
+        counts = self._to_host((self._state.nonfinite_streak, self._state.step))
+        streak, step = (int(count) for count in jax.device_get(counts))
         if streak < self._stage.training.max_nonfinite_steps:
             return
         self._checkpointer.wait()

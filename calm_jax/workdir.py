@@ -32,6 +32,26 @@ from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM
 from calm_jax.tasks import AutoencoderTask, CalmTask, Params
 
+_OWN_FILES = {
+    "autoencoder",
+    "autoencoder.tmp",
+    "config.json",
+    "config.json.tmp",
+    "corpus.json",
+    "corpus.json.tmp",
+    "evaluations.jsonl",
+    "lm",
+    "metrics.jsonl",
+    "metrics.jsonl.tmp",
+    "profile",
+    "results.json",
+    "results.json.tmp",
+    "samples.txt",
+    "samples.txt.tmp",
+    "tensorboard",
+    "tokenizer",
+}
+
 
 def make_autoencoder_task(config: Config, tokenizer: Tokenizer) -> AutoencoderTask:
     """The task of stage 1."""
@@ -138,16 +158,27 @@ class Workdir:
 
     def check_corpus(self, corpus: Corpus) -> None:
         """Raises `UserError` if a resumed run would read other text."""
+        change = self.change_of_text(corpus)
+        if change:
+            raise UserError(f"{change}: give another --workdir, or --overwrite")
+
+    def change_of_text(self, corpus: Corpus) -> str:
+        """How the text differs from what this run began with; empty if it does not."""
         path = self.path / "corpus.json"
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({error})") from error
         ours = _describe(corpus)
-        for split, about in stored.items():
-            if about != ours[split]:
-                raise UserError(
-                    f"{path}: the {split} text has changed since ({about['documents']} documents of "
-                    f"{about['characters']} characters then, {ours[split]['documents']} of {ours[split]['characters']} now; "
-                    "another version of Python has other embedded text): give another --workdir, or --overwrite"
+        for split in ours:
+            then, now = stored[split], ours[split]
+            if then != now:
+                return (
+                    f"{path}: the {split} text has changed since ({then['documents']} documents of "
+                    f"{then['characters']} characters then, {now['documents']} of {now['characters']} now; "
+                    "another version of Python has other embedded text)"
                 )
+        return ""
 
     def refuse_foreign(self) -> None:
         """Raises `UserError` if the folder holds something that is not a run of ours."""
@@ -162,10 +193,21 @@ class Workdir:
                 )
 
     def delete(self) -> None:
-        """Deletes a run of ours; see `refuse_foreign`."""
-        self.refuse_foreign()
+        """Deletes a run of ours; `check_deletable` has to be asked first."""
         if self.exists:
             shutil.rmtree(self.path)
+
+    def check_deletable(self) -> None:
+        """Raises `UserError` if the folder holds anything that no run of ours wrote."""
+        self.refuse_foreign()
+        if not self.exists:
+            return
+        _ = self.config  # raises for a config.json that is not ours
+        foreign = sorted({entry.name for entry in self.path.iterdir()} - _OWN_FILES)
+        if foreign:
+            raise UserError(
+                f"--overwrite would delete {self.path / foreign[0]}, which is no file of a run: move it away first"
+            )
 
     def create(self, config: Config, tokenizer: Tokenizer, corpus: Corpus) -> None:
         """Writes what describes a new run; config.json last, which is what makes it a workdir."""
@@ -185,14 +227,12 @@ class Workdir:
     def import_autoencoder(self, source: "Workdir") -> None:
         """Copies the latest autoencoder of another workdir; it appears here only when it is whole."""
         step = checkpoint.latest_step(source.checkpoints("autoencoder"))
-        if step is None:
-            raise UserError(
-                f"autoencoder.checkpoint={str(source.path)!r}: {source.path} has no trained autoencoder"
-            )
         folder = self.checkpoints("autoencoder")
         beside = self.path / "autoencoder.tmp"
         try:
             shutil.rmtree(beside, ignore_errors=True)
+            # What a killed stage left without a whole checkpoint.
+            shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(source.checkpoints("autoencoder") / str(step), beside / str(step))
             beside.rename(folder)
         except OSError as error:

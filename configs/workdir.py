@@ -5,6 +5,7 @@ import pathlib
 
 from ml_collections import ConfigDict
 
+from calm_jax.config import resolve
 from calm_jax.errors import UserError
 
 
@@ -16,5 +17,6 @@ def get_config(folder: str = "") -> ConfigDict:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is no workdir: {path} cannot be read ({error})") from error
+    resolve(stored)
     stored["sample"]["prompts"] = tuple(stored["sample"]["prompts"])
     return ConfigDict(stored)

@@ -9,7 +9,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 stopped=0
-trap 'stopped=1; kill -TERM "$child" 2>/dev/null' TERM INT
+trap 'stopped=1; kill -TERM "$child" 2>/dev/null' TERM
+# A terminal sends Ctrl-C to the run as well; a second signal would end it before it has saved.
+trap 'stopped=1' INT
 while true; do
     python -m calm_jax.main "$@" &
     child=$!

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from calm_jax import brier
+from calm_jax.data.pipeline import MASKED
 from calm_jax.sampling import ChunkModel
-from calm_jax.tasks import MASKED, counted_for_brier
+from calm_jax.tasks import counted_for_brier
 
 # A known distribution over chunks that share prefixes of every length; the last is never drawn.
 CHUNKS = np.array(

@@ -10,6 +10,7 @@ import pytest
 from calm_jax.data import corpus as corpus_lib
 from calm_jax.data.corpus import DataConfig, Document, is_held_out, load_corpus
 from calm_jax.data.pipeline import (
+    MASKED,
     BlockConfig,
     Blocks,
     encode_documents,
@@ -19,7 +20,6 @@ from calm_jax.data.pipeline import (
 )
 from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
-from calm_jax.tasks import MASKED
 
 BYTES = ByteTokenizer(b"")
 BOS, EOS, PAD = BYTES.bos_id, BYTES.eos_id, BYTES.pad_id

@@ -14,13 +14,14 @@ import pytest
 
 from calm_jax import workdir
 from calm_jax.config import resolve
+from calm_jax.data.pipeline import MASKED
 from calm_jax.errors import UserError
 from calm_jax.heads.energy import EnergyHead, EnergyHeadConfig
 from calm_jax.losses import Posterior, energy_score
 from calm_jax.models.autoencoder import Autoencoder, AutoencoderConfig
 from calm_jax.models.calm import CALM
 from calm_jax.models.transformer import KVCache, TransformerConfig
-from calm_jax.tasks import MASKED, AutoencoderTask, CalmTask
+from calm_jax.tasks import AutoencoderTask, CalmTask
 
 V, PAD, K, D, Z, E, N, M = 263, 262, 4, 16, 10, 6, 3, 5
 EPSILON = 1e-6

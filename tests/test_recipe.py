@@ -337,5 +337,5 @@ def test_a_profile_is_written(text_glob, tmp_path):
         "--config.autoencoder.training.num_steps=4",
         "--profile=2:3",
     )
-    assert "profile of steps 2 to 3" in out
+    assert "profile up to step 3" in out
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))

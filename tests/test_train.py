@@ -13,15 +13,17 @@ import pytest
 
 from calm_jax.checkpoint import Checkpointer
 from calm_jax.config import Config, resolve
-from calm_jax.data.pipeline import Blocks
+from calm_jax.data.pipeline import MASKED, Blocks
 from calm_jax.errors import UserError
 from calm_jax.mesh import global_batch, make_mesh, shardings
 from calm_jax.metrics import MetricsLog
 from calm_jax.optim import make_optimizer
-from calm_jax.tasks import MASKED, ratio
+from calm_jax.tasks import ratio
 from calm_jax.train import Profile, Stage, Trainer, init_state, make_step
 from calm_jax.workdir import make_autoencoder_task, make_lm_task
 from tests.tiny_recipe import get_config
+
+KEY = jax.random.key(0)
 
 
 class Bytes:
@@ -66,9 +68,9 @@ def run_steps(name: str, steps: int, mesh_sizes: tuple[int, ...] = (1, 1, 1), **
     optimizer = make_optimizer(dataclasses.replace(stage.optimizer, warmup_steps=0), 100)
     with jax.set_mesh(mesh):
         frozen = jax.device_put(frozen, shardings(frozen, mesh))
-        state = init_state(task, optimizer, frozen, make_batch(8), 0, mesh)
+        state = init_state(task, optimizer, frozen, make_batch(8), KEY, mesh)
         step = jax.jit(
-            make_step(task, optimizer, settings, 0, Bytes.pad_id),
+            make_step(task, optimizer, settings, KEY, Bytes.pad_id),
             out_shardings=shardings(state, mesh),
         )
         metrics = []
@@ -145,8 +147,8 @@ def fragile_run(bad_steps: set[int], steps: int, max_nonfinite_steps: int):
     good = make_batch(4)
     good["tokens"] %= 200
     bad = {**good, "tokens": np.full_like(good["tokens"], 255)}
-    state = init_state(task, optimizer, {}, good, 0, mesh)
-    step = jax.jit(make_step(task, optimizer, settings, 0, Bytes.pad_id))
+    state = init_state(task, optimizer, {}, good, KEY, mesh)
+    step = jax.jit(make_step(task, optimizer, settings, KEY, Bytes.pad_id))
     states = [state]
     for number in range(1, steps + 1):
         states.append(step(states[-1], {}, bad if number in bad_steps else good))

@@ -5,6 +5,7 @@ import dataclasses
 import glob
 import hashlib
 import json
+import os
 import pathlib
 import sysconfig
 from collections.abc import Iterator
@@ -87,6 +88,10 @@ def _files(globs: str, key: str) -> list[str]:
         if not file.endswith(_SUFFIXES):
             raise UserError(f"{key}: {file} is none of {', '.join(_SUFFIXES)}")
     return list(dict.fromkeys(files))
+
+
+def _real_paths(globs: str, key: str) -> set[str]:
+    return {os.path.realpath(file) for file in _files(globs, key)}
 
 
 class _BadRecord(Exception):
@@ -188,8 +193,8 @@ def load_corpus(config: DataConfig) -> Corpus:
     else:
         documents = standard_library_documents()
     if config.validation_files:
-        overlap = set(_files(config.train_files, "data.train_files")) & set(
-            _files(config.validation_files, "data.validation_files")
+        overlap = _real_paths(config.train_files, "data.train_files") & _real_paths(
+            config.validation_files, "data.validation_files"
         )
         if overlap:
             logging.warning(

@@ -9,8 +9,9 @@ import numpy as np
 from calm_jax.data.corpus import Document
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
-from calm_jax.tasks import MASKED
 
+# Label of a token that is no target. Pads that fill a document's last chunk are ordinary targets.
+MASKED = -100
 # Documents handed to the tokenizer at once; enough for its own threads, little enough for a progress report.
 _ENCODE_BATCH = 256
 

@@ -19,7 +19,8 @@ import rich.table
 from absl import app, flags
 
 from calm_jax import metrics
-from calm_jax.errors import UserError, command
+from calm_jax.command import command
+from calm_jax.errors import UserError
 from calm_jax.interop import cases
 
 _VERBOSE = flags.DEFINE_bool("verbose", False, "show every array, not only the worst of a kind")
