@@ -1,6 +1,7 @@
 """How every command of the package ends: quietly, with one line, or with an exit status that means "again"."""
 
 import functools
+import logging as logging_lib
 import sys
 from collections.abc import Callable
 
@@ -13,6 +14,11 @@ from calm_jax.interrupt import EndOnSignal
 EXIT_INTERRUPTED = 75
 
 
+def _is_news(record: logging_lib.LogRecord) -> bool:
+    """Orbax logs a failed background write with its traceback; it also reaches us, as one line."""
+    return not (record.levelno >= logging_lib.ERROR and "orbax" in record.pathname)
+
+
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], None]:
     """Wraps a command's `main(argv)`: a `UserError` becomes one line and exit status 2."""
 
@@ -21,6 +27,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
         # Libraries log every checkpoint and compilation at INFO; --verbosity=0 shows it.
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)
+            logging.get_absl_logger().addFilter(_is_news)
         try:
             with EndOnSignal():
                 status = main(argv) or 0

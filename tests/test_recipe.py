@@ -317,13 +317,17 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(finished, text_glob, tmp_pa
     train(text_glob, workdir, *options)
     # The compilation cache would meet the limit too.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION")}
-    error = train(
-        text_glob,
-        workdir,
-        status=2,
+    process = start(
+        "calm_jax.main",
+        f"--config=tests/tiny_recipe.py:{text_glob}",
+        f"--workdir={workdir}",
         env=environment,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000)),
     )
+    _, err = process.communicate()
+    assert process.returncode == 2
+    # TensorStore's threads print tracebacks of their own, before and after; the one line is ours.
+    (error,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "could not be written" in error and "step 6" in error
     train(text_glob, workdir)
 
@@ -339,3 +343,57 @@ def test_a_profile_is_written(text_glob, tmp_path):
     )
     assert "profile up to step 3" in out
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+
+
+@pytest.mark.slow
+def test_overwrite_deletes_nothing_but_runs(finished, text_glob, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"architectures": ["Llama"]}')
+    (model / "weights.bin").write_text("months of work")
+    assert "error: " in train(text_glob, model, "--overwrite", status=2)
+    assert (model / "weights.bin").exists()
+    workdir = tmp_path / "run"
+    shutil.copytree(finished[0], workdir)
+    (workdir / "thesis.tex").write_text("years of work")
+    assert "would delete" in train(text_glob, workdir, "--overwrite", status=2)
+    assert (workdir / "thesis.tex").exists() and (workdir / "lm" / "12").is_dir()
+
+
+@pytest.mark.slow
+def test_an_autoencoder_is_not_swapped_under_its_model(finished, text_glob, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished[0], workdir)
+    option = f"--config.autoencoder.checkpoint={finished[0]}"
+    more = "--config.lm.training.num_steps=13"
+    assert "autoencoder.checkpoint=''" in train(text_glob, workdir, option, more, status=2)
+    itself = f"--config.autoencoder.checkpoint={workdir}"
+    assert "is the workdir itself" in train(text_glob, workdir, itself, "--overwrite", status=2)
+    assert (workdir / "autoencoder" / "12").is_dir()
+
+
+@pytest.mark.slow
+def test_damaged_workdirs_are_named(finished, text_glob, tmp_path):
+    more = "--config.lm.training.num_steps=13"
+    damages = {
+        "corpus.json": lambda path: path.unlink(),
+        "config.json": lambda path: path.write_text("{}"),
+        "lm/12/params": shutil.rmtree,
+        "tokenizer/description.json": lambda path: path.write_text("[]"),
+    }
+    for number, (name, damage) in enumerate(damages.items()):
+        workdir = tmp_path / str(number)
+        shutil.copytree(finished[0], workdir)
+        damage(workdir / name)
+        assert "cannot be read" in (error := train(text_glob, workdir, more, status=2)) or (
+            "lacks the key" in error or "no readable tokenizer" in error
+        ), (name, error)
+    workdir = tmp_path / "metrics"
+    shutil.copytree(finished[0], workdir)
+    with open(workdir / "metrics.jsonl", "ab") as lines:
+        lines.write(b'5\n\xff\xfe\n{"stage": "lm", "spl')
+    shutil.rmtree(workdir / "lm")
+    (workdir / "results.json").write_text("")
+    train(text_glob, workdir)
+    assert_same_bits(workdir, finished[0])
+    assert metrics(workdir) == metrics(finished[0])

@@ -193,6 +193,36 @@ def test_a_run_that_stays_nonfinite_ends_with_its_checkpoint(tmp_path):
     assert [record["skipped_updates"] for record in log.records] == [1, 2]
 
 
+def test_a_state_that_stands_still_is_never_saved(tmp_path):
+    """Where checkpoints come more often than logs; and what was saved goes on from there."""
+    config = tiny_config()
+    training = dataclasses.replace(
+        config.lm.training,
+        batch_size=2,
+        log_every=50,
+        eval_every=1000,
+        checkpoint_every=4,
+        max_nonfinite_steps=3,
+    )
+    mesh = make_mesh(config.mesh)
+
+    def train_on(token: int, num_steps: int) -> None:
+        blocks = Blocks(np.full((8, 32), token, np.int32), 8 * 32)
+        steps = dataclasses.replace(training, num_steps=num_steps)
+        stage = Stage("lm", Fragile(), {}, blocks, None, steps, config.lm.optimizer)
+        checkpointer = Checkpointer(tmp_path / "lm", 2)
+        none = Profile(-1, -1, "")
+        log = MetricsLog(tmp_path)
+        with jax.set_mesh(mesh):
+            Trainer(stage, 0, Bytes.pad_id, 1, mesh, checkpointer, log, {}, none).run()
+
+    train_on(1, 4)
+    with pytest.raises(UserError, match="steps 5 to 7; the checkpoint of step 4 is good"):
+        train_on(255, 60)
+    train_on(1, 8)
+    assert (tmp_path / "lm" / "8").is_dir()
+
+
 def test_metrics_between_logs_survive_in_the_state():
     """A resumed run reports the same sums, as they are part of what is saved."""
     states = fragile_run(set(), 3, 10)
