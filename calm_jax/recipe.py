@@ -170,9 +170,7 @@ class Run:
     def floor(self) -> brier.Score:
         """The score of training chunks' frequencies, over the positions that the model is scored on."""
         blocks, size = self.text.blocks("lm"), self.config.chunk_size
-        validation = blocks.validation
-        targets = np.stack([validation[index]["targets"] for index in range(len(validation))])
-        target_BLK = targets.reshape(len(validation), -1, size)[:, 1:]
+        target_BLK = _predicted(blocks.validation, size)
         counted_BL4 = counted_for_brier(target_BLK, self.tokenizer.pad_id)
         return brier.frequency_floor(
             blocks.train.tokens.reshape(-1, size), np.maximum(target_BLK, 0), counted_BL4
@@ -229,10 +227,15 @@ def _check_tokenizer_file(config: Config, tokenizer: Tokenizer) -> None:
             )
 
 
+def _predicted(blocks: Blocks, chunk_size: int) -> np.ndarray:
+    """Targets of every chunk that the model predicts, [blocks, L-1, K]: all but each block's first."""
+    targets = np.stack([blocks[index]["targets"] for index in range(len(blocks))])
+    return targets.reshape(len(blocks), -1, chunk_size)[:, 1:]
+
+
 def _check_scored(validation: Blocks, config: Config, tokenizer: Tokenizer) -> None:
     """Raises `UserError` if no chunk of the validation text is ever predicted."""
-    targets = np.stack([validation[index]["targets"] for index in range(len(validation))])
-    target_BLK = targets.reshape(len(validation), -1, config.chunk_size)[:, 1:]
+    target_BLK = _predicted(validation, config.chunk_size)
     if not counted_for_brier(target_BLK, tokenizer.pad_id)[..., -1].any():
         raise UserError(
             f"lm: the validation text has no whole chunk of {config.chunk_size} tokens after the first of its block, so "
