@@ -76,10 +76,11 @@ class Checkpointer:
             raise self._cannot_write(error) from error
 
     def _cannot_write(self, error: Exception) -> UserError:
-        whole = sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
-        kept = f"the last good one is of step {whole[-1]}" if whole else "there is none yet"
-        reason = _first_line(error)
-        return UserError(f"{self.folder}: a checkpoint could not be written ({reason}); {kept}")
+        whole = latest_step(self.folder)
+        kept = "there is none yet" if whole is None else f"the last good one is of step {whole}"
+        return UserError(
+            f"{self.folder}: a checkpoint could not be written ({_first_line(error)}); {kept}"
+        )
 
     def restore(
         self, params: Any, training: Any, data: grain.DatasetIterator, mesh: Mesh

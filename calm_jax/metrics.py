@@ -84,18 +84,16 @@ class MetricsLog:
         return [record for record in self.records if record["stage"] == stage]
 
     def write(self, stage: str, split: str, step: int, values: Mapping[str, float]) -> None:
-        numbers = {name: float(value) for name, value in values.items()}
-        record = {"stage": stage, "split": split, "step": step}
-        record |= finite(numbers)
+        numbers = finite({name: float(value) for name, value in values.items()})
+        record = {"stage": stage, "split": split, "step": step} | numbers
         self.records.append(record)
         try:
             with open(self._path, "a", encoding="utf-8") as lines:
                 lines.write(json.dumps(record) + "\n")
             events = self._open_events(stage)
-            for name, value in finite(numbers).items():
-                if value is None:
-                    continue
-                events.add_scalar(f"{split}/{name}", value, step)
+            for name, value in numbers.items():
+                if value is not None:
+                    events.add_scalar(f"{split}/{name}", value, step)
             events.flush()
         except OSError as error:
             raise UserError(f"{self._path} cannot be written: {error.strerror}") from error

@@ -104,17 +104,20 @@ class Run:
     def lm_task(self) -> CalmTask:
         return make_lm_task(self.config, self.tokenizer)
 
+    def task(self, name: str) -> AutoencoderTask | CalmTask:
+        return self.autoencoder_task if name == "autoencoder" else self.lm_task
+
     def evaluator(self, name: str) -> Evaluator:
-        task = self.autoencoder_task if name == "autoencoder" else self.lm_task
-        return Evaluator(name, task, self.text.blocks(name).validation, self.config.eval, self.mesh)
+        return Evaluator(
+            name, self.task(name), self.text.blocks(name).validation, self.config.eval, self.mesh
+        )
 
     def train(self, name: str, frozen: Params, evaluator: Evaluator, profile: Profile) -> Params:
         """Trains one stage to its last step."""
         config = getattr(self.config, name)
-        task = self.autoencoder_task if name == "autoencoder" else self.lm_task
         stage = Stage(
             name,
-            task,
+            self.task(name),
             frozen,
             self.text.blocks(name).train,
             evaluator,
@@ -315,6 +318,8 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
     else:
         # One stage may be trained at a time; the recipe stays whole.
         workdir.store_config(dataclasses.replace(config, stage=workdir.config.stage))
+    if source is not None:
+        workdir.import_autoencoder(source)
     return Run(config, Workdir(workdir.path), mesh, text)
 
 
@@ -340,12 +345,7 @@ def _train_and_report(run: Run, profile: Profile) -> None:
     config, workdir = run.config, run.workdir
     results: dict[str, dict] = {}
     evaluator = run.evaluator("autoencoder")
-    if config.autoencoder.checkpoint:
-        source = _source_to_import(config, workdir, fresh=False)
-        if source is not None:
-            workdir.import_autoencoder(source)
-        params = workdir.load_params("autoencoder", run.autoencoder_task, run.mesh)
-    elif _needs(config, "autoencoder"):
+    if _needs(config, "autoencoder") and not config.autoencoder.checkpoint:
         params = run.train("autoencoder", {}, evaluator, profile)
     else:
         params = workdir.load_params("autoencoder", run.autoencoder_task, run.mesh)

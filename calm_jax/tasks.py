@@ -67,6 +67,11 @@ def counted_for_brier(targets_BLK: Any, pad_id: int) -> Any:
     return is_text_BLK[..., : brier.ORDERS].cumprod(-1).astype(bool)
 
 
+def total(x: Array, counted: Array) -> tuple[Array, Array]:
+    """The metric of `x` over what is counted."""
+    return jnp.where(counted, x, 0).sum(), counted.sum(dtype=jnp.float32)
+
+
 def ratio(pair: tuple[Any, Any]) -> float:
     """A metric's value; NaN for no weight."""
     total, weight = pair
@@ -91,14 +96,10 @@ class AutoencoderTask:
         ce_PK, kl_P = self.model.apply({"params": params}, _flat(tokens_BLK), noise, method="loss")
         counted_P = _flat((targets_BLK != MASKED).all(-1))
         loss_P = ce_PK.sum(-1) + self.model.config.kl_weight * kl_P
-
-        def total(x_P: Array) -> tuple[Array, Array]:
-            return jnp.where(counted_P, x_P, 0).sum(), counted_P.sum(dtype=jnp.float32)
-
         return {
-            "loss": total(loss_P),
-            "cross_entropy": total(ce_PK.mean(-1)),
-            "kl": total(kl_P),
+            "loss": total(loss_P, counted_P),
+            "cross_entropy": total(ce_PK.mean(-1), counted_P),
+            "kl": total(kl_P, counted_P),
         }
 
     def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
@@ -206,8 +207,7 @@ class CalmTask:
     @staticmethod
     def total(x_P: Array, targets_BLK: Array) -> tuple[Array, Array]:
         """Sum and count over predicted chunks all of whose labels are valid."""
-        counted_P = _flat((targets_BLK[:, 1:] != MASKED).all(-1))
-        return jnp.where(counted_P, x_P, 0).sum(), counted_P.sum(dtype=jnp.float32)
+        return total(x_P, _flat((targets_BLK[:, 1:] != MASKED).all(-1)))
 
     def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Any:
         """Sums of the loss and of BrierLM, whose positions leave out pads."""
@@ -238,20 +238,10 @@ class CalmTask:
         counted_BL = (targets_BLK != MASKED).all(-1)
         counted_BL4 = counted_for_brier(targets_BLK, self.model.pad_id)
         return {
-            "loss": (
-                jnp.where(counted_BL, loss_LB.T, 0).sum(),
-                counted_BL.sum(dtype=jnp.float32),
-            ),
+            "loss": total(loss_LB.T, counted_BL),
             "brier": brier.block_sums(terms_LB4.swapaxes(0, 1), counted_BL4),
         }
 
     def report(self, sums: Any) -> dict[str, float]:
         score = brier.score(brier.BlockSums(*sums["brier"]))
-        values = {
-            "loss": ratio(sums["loss"]),
-            "brierlm": score.brierlm,
-            "brierlm_error": score.standard_error,
-        }
-        for order, (value, error) in enumerate(zip(score.brier, score.brier_error, strict=True), 1):
-            values |= {f"brier_{order}": value, f"brier_{order}_error": error}
-        return values
+        return {"loss": ratio(sums["loss"])} | brier.as_values(score)
