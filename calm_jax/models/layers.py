@@ -23,9 +23,18 @@ def linear(
     )
 
 
-def layer_norm(epsilon: float, dtype: DTypeLike, name: str | None = None) -> nn.LayerNorm:
+def layer_norm(
+    epsilon: float, dtype: DTypeLike, name: str | None = None, affine: bool = True
+) -> nn.LayerNorm:
     """LayerNorm with float32 statistics, and with the two-pass variance, which does not cancel."""
-    return nn.LayerNorm(epsilon, dtype=dtype, use_fast_variance=False, name=name)
+    return nn.LayerNorm(
+        epsilon,
+        dtype=dtype,
+        use_bias=affine,
+        use_scale=affine,
+        use_fast_variance=False,
+        name=name,
+    )
 
 
 class SwiGLU(nn.Module):

@@ -1,7 +1,8 @@
 """A Llama decoder, with an optional key-value cache that is an argument and a result (paper, section 3)."""
 
 import dataclasses
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -48,10 +49,14 @@ class TransformerConfig:
         return self.hidden_size // self.num_heads
 
 
+# Keys and values, [layers, B, S, G, A] each, without the first axis inside a layer.
+Written = tuple[Array, Array]
+
+
 class KVCache(NamedTuple):
     """Keys and values of the chunks seen so far, one row per sequence.
 
-    key, value: [layers, B, S, G, A]. length: [B] int32, how many of a row's S places are filled.
+    key, value: see `Written`. length: [B] int32, how many of a row's S places are filled.
     """
 
     key: Array
@@ -65,6 +70,84 @@ class KVCache(NamedTuple):
             jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32)
         )
 
+    def next_position(self) -> Array:
+        """The position of each row's next chunk, [B]."""
+        return self.length
+
+    def extended(self, written: Written, num_new: int) -> "KVCache":
+        """With what the layers wrote for `num_new` more chunks."""
+        return KVCache(*written, self.length + num_new)
+
+    def write(self, key_BLGA: Array, value_BLGA: Array) -> tuple[Written, Array]:
+        """In a layer: new keys and values in place, and which places each of them sees, bool [B, L, S]."""
+        put = jax.vmap(lambda rows, new, at: jax.lax.dynamic_update_slice(rows, new, (at, 0, 0)))
+        written = put(self.key, key_BLGA, self.length), put(self.value, value_BLGA, self.length)
+        place_BL = self.length[:, None] + jnp.arange(key_BLGA.shape[1])
+        return written, jnp.arange(self.key.shape[1]) <= place_BL[..., None]
+
+    def attend(
+        self, query_BLHA: Array, key_BLGA: Array, value_BLGA: Array
+    ) -> tuple[Array, Written]:
+        """In a layer: what new chunks take from all before them and themselves; keys and values with theirs."""
+        written, mask_BLS = self.write(key_BLGA, value_BLGA)
+        return jax.nn.dot_product_attention(query_BLHA, *written, mask=mask_BLS[:, None]), written
+
+
+class Fork(NamedTuple):
+    """A continuation of the first chunks of a cache that it only reads, with a small cache of its own.
+
+    Under `vmap` over forks of one prefix, the prefix is held once. `prefix.length` is how many chunks
+    of it the fork sees.
+    """
+
+    prefix: KVCache
+    own: KVCache
+
+    @staticmethod
+    def at(prefix: KVCache, length_B: Array, size: int) -> "Fork":
+        """A fork after the first `length` chunks of `prefix`, with room for `size` of its own."""
+
+        def room(x: Array) -> Array:
+            return jnp.zeros((*x.shape[:2], size, *x.shape[3:]), x.dtype)
+
+        own = KVCache(room(prefix.key), room(prefix.value), jnp.zeros_like(prefix.length))
+        return Fork(prefix._replace(length=length_B), own)
+
+    def next_position(self) -> Array:
+        return self.prefix.length + self.own.length
+
+    def extended(self, written: Written, num_new: int) -> "Fork":
+        return self._replace(own=self.own.extended(written, num_new))
+
+    def attend(
+        self, query_BLHA: Array, key_BLGA: Array, value_BLGA: Array
+    ) -> tuple[Array, Written]:
+        """One softmax over what is seen of the prefix and of the fork's own chunks."""
+        written, own_mask_BLS = self.own.write(key_BLGA, value_BLGA)
+        shape = query_BLHA.shape
+        groups = key_BLGA.shape[2]
+        query_BLGRA = query_BLHA.reshape(*shape[:2], groups, -1, shape[3]) / math.sqrt(shape[3])
+
+        def scores(key_BSGA: Array, mask_BLS: Array) -> Array:
+            score = jnp.einsum(
+                "BLGRA,BSGA->BGRLS", query_BLGRA, key_BSGA, preferred_element_type=jnp.float32
+            )
+            return jnp.where(mask_BLS[:, None, None], score, -jnp.inf)
+
+        seen_BS = jnp.arange(self.prefix.key.shape[1]) < self.prefix.length[:, None]
+        shared = scores(self.prefix.key, seen_BS[:, None])
+        weights = jax.nn.softmax(
+            jnp.concatenate([shared, scores(written[0], own_mask_BLS)], axis=-1), axis=-1
+        ).astype(query_BLHA.dtype)
+        split = self.prefix.key.shape[1]
+        mixed = jnp.einsum("BGRLS,BSGA->BLGRA", weights[..., :split], self.prefix.value)
+        mixed += jnp.einsum("BGRLS,BSGA->BLGRA", weights[..., split:], written[1])
+        return mixed.reshape(shape), written
+
+
+# What a forward pass may continue from.
+Memory = KVCache | Fork
+
 
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped key-value heads."""
@@ -74,8 +157,8 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BLD: Array, angle_BLA: Array, cache: tuple[Array, Array] | None, length_B: Array
-    ) -> tuple[Array, tuple[Array, Array] | None]:
+        self, x_BLD: Array, memory: Memory | None, angle_BLA: Array
+    ) -> tuple[Array, Written | None]:
         config = self.config
 
         def project(heads: int, name: str) -> Array:
@@ -85,23 +168,13 @@ class Attention(nn.Module):
         query_BLHA = rotate(project(config.num_heads, "query"), angle_BLA)
         key_BLGA = rotate(project(config.num_kv_heads, "key"), angle_BLA)
         value_BLGA = project(config.num_kv_heads, "value")
-        if cache is None:
+        if memory is None:
             mixed = jax.nn.dot_product_attention(query_BLHA, key_BLGA, value_BLGA, is_causal=True)
+            written = None
         else:
-            write = jax.vmap(
-                lambda rows, new, at: jax.lax.dynamic_update_slice(rows, new, (at, 0, 0))
-            )
-            key_BSGA, value_BSGA = cache = (
-                write(cache[0], key_BLGA, length_B),
-                write(cache[1], value_BLGA, length_B),
-            )
-            place_BL = length_B[:, None] + jnp.arange(x_BLD.shape[1])
-            mask_BLS = jnp.arange(key_BSGA.shape[1]) <= place_BL[..., None]
-            mixed = jax.nn.dot_product_attention(
-                query_BLHA, key_BSGA, value_BSGA, mask=mask_BLS[:, None]
-            )
+            mixed, written = memory.attend(query_BLHA, key_BLGA, value_BLGA)
         output = linear(config.hidden_size, self.dtype, "output", axis=(-2, -1), use_bias=False)
-        return output(mixed), cache
+        return output(mixed), written
 
 
 class Block(nn.Module):
@@ -112,20 +185,25 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x_BLD: Array,
-        cache: tuple[Array, Array] | None,
-        angle_BLA: Array,
-        length_B: Array,
-    ) -> tuple[Array, tuple[Array, Array] | None]:
+        self, x_BLD: Array, memory: Memory | None, angle_BLA: Array
+    ) -> tuple[Array, Written | None]:
         config = self.config
         norm = nn.RMSNorm(config.norm_epsilon, dtype=self.dtype, name="attention_norm")
         attention = Attention(config, self.dtype, name="attention")
-        mixed, cache = attention(norm(x_BLD), angle_BLA, cache, length_B)
+        mixed, written = attention(norm(x_BLD), memory, angle_BLA)
         x_BLD = x_BLD + mixed
         norm = nn.RMSNorm(config.norm_epsilon, dtype=self.dtype, name="mlp_norm")
         mlp = SwiGLU(config.intermediate_size, self.dtype, name="mlp")
-        return x_BLD + mlp(norm(x_BLD)), cache
+        return x_BLD + mlp(norm(x_BLD)), written
+
+
+def _per_layer(memory: Memory | None) -> Any:
+    """Which parts of a memory each layer has its own of (their first axis), and which all layers share."""
+    if memory is None:
+        return None
+    if isinstance(memory, Fork):
+        return Fork(_per_layer(memory.prefix), _per_layer(memory.own))
+    return KVCache(0, 0, nn.broadcast)
 
 
 class Transformer(nn.Module):
@@ -135,7 +213,7 @@ class Transformer(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BLD: Array, cache: KVCache | None = None) -> tuple[Array, KVCache | None]:
+    def __call__(self, x_BLD: Array, memory: Memory | None = None) -> tuple[Array, Memory | None]:
         """With a cache, the L inputs of row b take places `length[b]..length[b]+L-1` of it.
 
         The returned cache counts all L inputs as filled; a caller whose rows are shorter sets
@@ -143,21 +221,18 @@ class Transformer(nn.Module):
         """
         config = self.config
         batch, num_new, _ = x_BLD.shape
-        length_B = jnp.zeros(batch, jnp.int32) if cache is None else cache.length
-        position_BL = length_B[:, None] + jnp.arange(num_new)
+        first_B = jnp.zeros(batch, jnp.int32) if memory is None else memory.next_position()
+        position_BL = first_B[:, None] + jnp.arange(num_new)
         angle_BLA = rotary_angles(position_BL, config.head_size, config.rope_theta)
         block = nn.remat(Block, prevent_cse=False) if config.remat else Block
         layers = nn.scan(
             block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, nn.broadcast, nn.broadcast),
+            in_axes=(_per_layer(memory), nn.broadcast),
             length=config.num_layers,
         )(config, self.dtype, name="layers")
-        pairs = None if cache is None else (cache.key, cache.value)
         with jax.named_scope("backbone"):
-            x_BLD, pairs = layers(x_BLD.astype(self.dtype), pairs, angle_BLA, length_B)
+            x_BLD, written = layers(x_BLD.astype(self.dtype), memory, angle_BLA)
             x_BLD = nn.RMSNorm(config.norm_epsilon, dtype=self.dtype, name="norm")(x_BLD)
-        if cache is not None:
-            cache = KVCache(*pairs, length_B + num_new)
-        return x_BLD, cache
+        return x_BLD, None if memory is None else memory.extended(written, num_new)

@@ -1,0 +1,81 @@
+"""The network that the diffusion and the flow head share: a residual MLP steered by time and hidden state."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from calm_jax.models.layers import layer_norm, linear, normal_init
+
+# Cosines and sines of the time embedding, and the longest of their wavelengths over 2 pi.
+_NUM_FREQUENCIES = 128
+_LONGEST_PERIOD = 1e4
+
+_xavier = nn.initializers.xavier_uniform()
+
+
+def time_features(time: Array) -> Array:
+    """128 cosines, then 128 sines, of integer times 0 to 999: [...] -> [..., 256] float32."""
+    exponent = jnp.arange(_NUM_FREQUENCIES, dtype=jnp.float32) / _NUM_FREQUENCIES
+    angle = time[..., None].astype(jnp.float32) * _LONGEST_PERIOD**-exponent
+    return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
+
+
+def _modulate(x: Array, shift: Array, scale: Array) -> Array:
+    return x * (1 + scale) + shift
+
+
+class ModulatedBlock(nn.Module):
+    """`x + gate * MLP(LN(x) (1 + scale) + shift)`, the three of them linear in the condition."""
+
+    norm_epsilon: float
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x_PND: Array, active: Array) -> tuple[Array, None]:
+        width, dtype = x_PND.shape[-1], self.dtype
+        modulation = linear(3 * width, dtype, "modulation", kernel_init=nn.initializers.zeros)
+        shift, scale, gate = jnp.split(modulation(active), 3, axis=-1)
+        a_PND = _modulate(layer_norm(self.norm_epsilon, dtype, "norm")(x_PND), shift, scale)
+        a_PND = nn.silu(linear(width, dtype, "up", kernel_init=_xavier)(a_PND))
+        return x_PND + gate * linear(width, dtype, "down", kernel_init=_xavier)(a_PND), None
+
+
+class AdaLNMLP(nn.Module):
+    """States [P, N, Z] at integer times, given hidden states [P, D] -> [P, N, output_size] float32.
+
+    time: [P, N], or with 1 for an axis along which all have the same time; what depends on time and
+    hidden state alone is then computed once and not for every draw. It starts as zero everywhere.
+    """
+
+    num_blocks: int
+    hidden_size: int
+    output_size: int
+    norm_epsilon: float
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x_PNZ: Array, time: Array, h_PD: Array) -> Array:
+        width, dtype = self.hidden_size, self.dtype
+        with jax.named_scope("head"):
+            features = time_features(time).astype(dtype)
+            t = nn.silu(linear(width, dtype, "time_hidden", kernel_init=normal_init)(features))
+            t = linear(width, dtype, "time", kernel_init=normal_init)(t)
+            condition_PD = linear(width, dtype, "condition", kernel_init=_xavier)(h_PD)
+            active = nn.silu(t + condition_PD[:, None])
+            x_PND = linear(width, dtype, "input", kernel_init=_xavier)(x_PNZ.astype(dtype))
+            blocks = nn.scan(
+                ModulatedBlock,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=nn.broadcast,
+                length=self.num_blocks,
+            )(self.norm_epsilon, dtype, name="blocks")
+            x_PND, _ = blocks(x_PND, active)
+            zeros = nn.initializers.zeros
+            modulation = linear(2 * width, dtype, "modulation", kernel_init=zeros)(active)
+            shift, scale = jnp.split(modulation, 2, axis=-1)
+            normed_PND = layer_norm(self.norm_epsilon, dtype, "norm", affine=False)(x_PND)
+            output = linear(self.output_size, dtype, "output", kernel_init=zeros)
+            return output(_modulate(normed_PND, shift, scale)).astype(jnp.float32)

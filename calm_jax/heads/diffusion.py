@@ -1,0 +1,245 @@
+"""The diffusion head: noise becomes a latent in many small steps of a learned reversal (paper, section 3 and its ablation).
+
+The process is that of "Improved Denoising Diffusion Probabilistic Models" (Nichol and Dhariwal, 2021):
+a cosine schedule of 1000 steps, a network that predicts the noise and how to interpolate the variance,
+and a sampler that keeps a few of the steps.
+
+P positions, N draws or targets of each, Z latent size.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from calm_jax.errors import UserError
+from calm_jax.heads.adaln import AdaLNMLP
+from calm_jax.losses import Posterior
+
+NUM_TRAINING_STEPS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffusionHeadConfig:
+    """`config.lm.head` of a diffusion head; every key is described in `configs/common.py`."""
+
+    name: str
+    num_blocks: int
+    num_samples: int
+    num_steps: int
+
+    def __post_init__(self):
+        for name in ("num_blocks", "num_samples"):
+            if getattr(self, name) < 1:
+                raise UserError(f"lm.head.{name}={getattr(self, name)} must be at least 1")
+        if not 2 <= self.num_steps <= NUM_TRAINING_STEPS:
+            raise UserError(
+                f"lm.head.num_steps={self.num_steps} must be from 2 to {NUM_TRAINING_STEPS}, the steps of the trained process"
+            )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """Constants of a diffusion process, float64, one per step; step 0 is the least noisy.
+
+    time: what the network is told. alpha_bar: how much of the variance is signal after the step.
+    beta: how much of it the step replaces by noise. posterior_*: of the state before the step, given
+    its state and the start; its mean is `mean_of_start * start + mean_of_state * state`.
+    """
+
+    time: np.ndarray
+    alpha_bar: np.ndarray
+
+    @property
+    def alpha_bar_before(self) -> np.ndarray:
+        return np.append(1.0, self.alpha_bar[:-1])
+
+    @property
+    def beta(self) -> np.ndarray:
+        return 1 - self.alpha_bar / self.alpha_bar_before
+
+    @property
+    def posterior_variance(self) -> np.ndarray:
+        return self.beta * (1 - self.alpha_bar_before) / (1 - self.alpha_bar)
+
+    @property
+    def posterior_log_variance(self) -> np.ndarray:
+        """That of step 0, whose variance is zero, is replaced by that of step 1."""
+        variance = self.posterior_variance
+        return np.log(np.append(variance[1], variance[1:]))
+
+    @property
+    def mean_of_start(self) -> np.ndarray:
+        return self.beta * np.sqrt(self.alpha_bar_before) / (1 - self.alpha_bar)
+
+    @property
+    def mean_of_state(self) -> np.ndarray:
+        return (1 - self.alpha_bar_before) * np.sqrt(1 - self.beta) / (1 - self.alpha_bar)
+
+
+def cosine_schedule() -> Schedule:
+    """The process that is trained."""
+    edge = np.arange(NUM_TRAINING_STEPS + 1) / NUM_TRAINING_STEPS
+    signal = np.cos((edge + 0.008) / 1.008 * math.pi / 2) ** 2
+    beta = np.minimum(1 - signal[1:] / signal[:-1], 0.999)
+    return Schedule(np.arange(NUM_TRAINING_STEPS), np.cumprod(1 - beta))
+
+
+def respaced(schedule: Schedule, num_steps: int) -> Schedule:
+    """The process that visits `num_steps` evenly spaced steps of another, first and last among them."""
+    last = len(schedule.time) - 1
+    kept = np.array([round(step * last / (num_steps - 1)) for step in range(num_steps)])
+    return Schedule(schedule.time[kept], schedule.alpha_bar[kept])
+
+
+def _at(values: np.ndarray, step: Array) -> Array:
+    """The step's constant, with an axis for Z."""
+    return jnp.asarray(values, jnp.float32)[step][..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reverse:
+    """What a network says of the state before a step: a Gaussian, and the start that it aims at."""
+
+    mean: Array
+    log_variance: Array
+    start: Array
+
+
+def reverse(schedule: Schedule, output: Array, state: Array, step: Array) -> Reverse:
+    """Reads the network's output [..., 2 Z], noise and v, at a state [..., Z]; step: int [...]."""
+    noise, v = jnp.split(output, 2, axis=-1)
+    signal = schedule.alpha_bar
+    start = _at(np.sqrt(1 / signal), step) * state - _at(np.sqrt(1 / signal - 1), step) * noise
+    mean = _at(schedule.mean_of_start, step) * start + _at(schedule.mean_of_state, step) * state
+    most, least = _at(np.log(schedule.beta), step), _at(schedule.posterior_log_variance, step)
+    share = (v + 1) / 2
+    return Reverse(mean, share * most + (1 - share) * least, start)
+
+
+def _normal_cdf(x: Array) -> Array:
+    """Of the standard normal; the usual approximation by tanh."""
+    return 0.5 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def _discretised_log_likelihood(x: Array, mean: Array, log_std: Array) -> Array:
+    """Of a Gaussian over bins of half-width 1/255 whose outermost ones, from +-0.999 on, have no end."""
+    upper = _normal_cdf((x - mean + 1 / 255) * jnp.exp(-log_std))
+    lower = _normal_cdf((x - mean - 1 / 255) * jnp.exp(-log_std))
+    mass = jnp.where(x < -0.999, upper, jnp.where(x > 0.999, 1 - lower, upper - lower))
+    return jnp.log(jnp.maximum(mass, 1e-12))
+
+
+def _kl(mean: Array, log_variance: Array, other_mean: Array, other_log_variance: Array) -> Array:
+    """KL divergence of one Gaussian from another, in nats, elementwise."""
+    difference = log_variance - other_log_variance
+    square = (mean - other_mean) ** 2 * jnp.exp(-other_log_variance)
+    return 0.5 * (jnp.exp(difference) - 1 - difference + square)
+
+
+def diffused(schedule: Schedule, target: Array, noise: Array, step: Array) -> Array:
+    """The state after `step` of a process that began at `target`."""
+    signal = schedule.alpha_bar
+    return _at(np.sqrt(signal), step) * target + _at(np.sqrt(1 - signal), step) * noise
+
+
+def loss_terms(output: Array, target: Array, noise: Array, step: Array) -> tuple[Array, Array]:
+    """Squared error of the noise, and the variational bound in bits a dimension; [...] each.
+
+    output: the network's at `diffused(...)`. The bound trains the variance alone: its gradient stops
+    at the mean.
+    """
+    schedule = cosine_schedule()
+    state = diffused(schedule, target, noise, step)
+    predicted = reverse(schedule, output, state, step)
+    mean = jax.lax.stop_gradient(predicted.mean)
+    error = ((output[..., : target.shape[-1]] - noise) ** 2).mean(-1)
+    true_mean = (
+        _at(schedule.mean_of_start, step) * target + _at(schedule.mean_of_state, step) * state
+    )
+    true_log_variance = _at(schedule.posterior_log_variance, step)
+    kl = _kl(true_mean, true_log_variance, mean, predicted.log_variance).mean(-1)
+    likelihood = _discretised_log_likelihood(target, mean, 0.5 * predicted.log_variance).mean(-1)
+    return error, jnp.where(step == 0, -likelihood, kl) / math.log(2)
+
+
+class DiffusionHead(nn.Module):
+    """A network of noise and variance, its training loss, and ancestral sampling."""
+
+    config: DiffusionHeadConfig
+    hidden_size: int
+    latent_size: int
+    norm_epsilon: float
+    dtype: DTypeLike
+
+    def setup(self):
+        self.net = AdaLNMLP(
+            self.config.num_blocks,
+            self.hidden_size,
+            2 * self.latent_size,
+            self.norm_epsilon,
+            self.dtype,
+        )
+
+    def predict(self, state_PNZ: Array, time: Array, h_PD: Array) -> Array:
+        """The network's output [P, N, 2 Z]: noise and v."""
+        return self.net(state_PNZ, time, h_PD)
+
+    def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
+        """The loss of each position, [P]: the mean over targets, each with its own step and noise."""
+        shape = (self.config.num_samples, self.latent_size)
+
+        def draw(key: Array) -> tuple[Array, Array, Array]:
+            eps_key, step_key, noise_key = jax.random.split(key, 3)
+            step_N = jax.random.randint(step_key, shape[:1], 0, NUM_TRAINING_STEPS)
+            return (
+                jax.random.normal(eps_key, shape),
+                step_N,
+                jax.random.normal(noise_key, shape),
+            )
+
+        eps_PNZ, step_PN, noise_PNZ = jax.vmap(draw)(key_P)
+        target_PNZ = posterior.mean[:, None] + posterior.std[:, None] * eps_PNZ
+        return self.loss_of_draws(h_PD, target_PNZ, step_PN, noise_PNZ)
+
+    def loss_of_draws(
+        self, h_PD: Array, target_PNZ: Array, step_PN: Array, noise_PNZ: Array
+    ) -> Array:
+        """The loss of each position, [P], for given targets, steps and noise."""
+        state_PNZ = diffused(cosine_schedule(), target_PNZ, noise_PNZ, step_PN)
+        output = self.net(state_PNZ, step_PN, h_PD)
+        error_PN, bound_PN = loss_terms(output, target_PNZ, noise_PNZ, step_PN)
+        return (error_PN + bound_PN).mean(-1)
+
+    def sample(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
+        """Draws of the next chunk's latent, [P, N, Z]."""
+        shape = (num_draws, self.latent_size)
+
+        def normal(step: int | Array) -> Array:
+            def draw(key: Array) -> Array:
+                return jax.random.normal(jax.random.fold_in(key, step), shape)
+
+            return jax.vmap(draw)(key_P)
+
+        return self.denoise(h_PD, normal(self.config.num_steps), normal)
+
+    def denoise(self, h_PD: Array, state_PNZ: Array, noise_of: Callable[[Array], Array]) -> Array:
+        """Ancestral sampling from the last step's state; noise_of: step -> [P, N, Z]."""
+        schedule = respaced(cosine_schedule(), self.config.num_steps)
+        time = jnp.asarray(schedule.time)
+
+        def step_back(head: "DiffusionHead", state_PNZ: Array, step: Array):
+            output = head.net(state_PNZ, time[step][None, None], h_PD)
+            to = reverse(schedule, output, state_PNZ, step[None, None])
+            noise_PNZ = jnp.where(step > 0, jnp.exp(0.5 * to.log_variance) * noise_of(step), 0)
+            return to.mean + noise_PNZ, None
+
+        scan = nn.scan(step_back, variable_broadcast="params", split_rngs={"params": False})
+        state_PNZ, _ = scan(self, state_PNZ, jnp.arange(self.config.num_steps)[::-1])
+        return state_PNZ

@@ -1,0 +1,121 @@
+"""The flow-matching head: a learned velocity carries noise to a latent in a few steps (paper, section 3 and its ablation).
+
+P positions, N draws or targets of each, Z latent size.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from calm_jax.errors import UserError
+from calm_jax.heads.adaln import AdaLNMLP
+from calm_jax.losses import Posterior
+
+SOLVERS = ("midpoint", "euler")
+# The network is told the time in whole thousandths.
+_TIME_UNITS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class FlowHeadConfig:
+    """`config.lm.head` of a flow-matching head; every key is described in `configs/common.py`."""
+
+    name: str
+    num_blocks: int
+    num_samples: int
+    num_steps: int
+    solver: str
+
+    def __post_init__(self):
+        for name in ("num_blocks", "num_samples"):
+            if getattr(self, name) < 1:
+                raise UserError(f"lm.head.{name}={getattr(self, name)} must be at least 1")
+        if not 1 <= self.num_steps <= _TIME_UNITS:
+            raise UserError(
+                f"lm.head.num_steps={self.num_steps} must be from 1 to {_TIME_UNITS}, the times that the network can tell apart"
+            )
+        if self.solver not in SOLVERS:
+            raise UserError(f"lm.head.solver={self.solver!r} is none of {', '.join(SOLVERS)}")
+
+
+class FlowHead(nn.Module):
+    """A velocity field, its training loss, and its integration from time 0 (noise) to 1 (latent)."""
+
+    config: FlowHeadConfig
+    hidden_size: int
+    latent_size: int
+    norm_epsilon: float
+    dtype: DTypeLike
+
+    def setup(self):
+        self.net = AdaLNMLP(
+            self.config.num_blocks,
+            self.hidden_size,
+            self.latent_size,
+            self.norm_epsilon,
+            self.dtype,
+        )
+
+    def velocity(self, state_PNZ: Array, time: Array, h_PD: Array) -> Array:
+        """[P, N, Z] at integer times, in thousandths; see `AdaLNMLP` for their shape."""
+        return self.net(state_PNZ, time, h_PD)
+
+    def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
+        """The loss of each position, [P]: the mean over targets, each with its own time and noise."""
+        shape = (self.config.num_samples, self.latent_size)
+
+        def draw(key: Array) -> tuple[Array, Array, Array]:
+            eps_key, time_key, noise_key = jax.random.split(key, 3)
+            return (
+                jax.random.normal(eps_key, shape),
+                jax.random.uniform(time_key, shape[:1]),
+                jax.random.normal(noise_key, shape),
+            )
+
+        eps_PNZ, time_PN, noise_PNZ = jax.vmap(draw)(key_P)
+        target_PNZ = posterior.mean[:, None] + posterior.std[:, None] * eps_PNZ
+        return self.loss_of_draws(h_PD, target_PNZ, time_PN, noise_PNZ)
+
+    def loss_of_draws(
+        self, h_PD: Array, target_PNZ: Array, time_PN: Array, noise_PNZ: Array
+    ) -> Array:
+        """Squared error of the velocity at each position, [P], for given targets, times in [0, 1) and noise."""
+        time_PN1 = time_PN[..., None]
+        state_PNZ = (1 - time_PN1) * noise_PNZ + time_PN1 * target_PNZ
+        velocity_PNZ = self.net(state_PNZ, jnp.floor(_TIME_UNITS * time_PN), h_PD)
+        return ((velocity_PNZ - (target_PNZ - noise_PNZ)) ** 2).mean((-2, -1))
+
+    def sample(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
+        """Draws of the next chunk's latent, [P, N, Z]."""
+        shape = (num_draws, self.latent_size)
+        return self.integrate(h_PD, jax.vmap(lambda key: jax.random.normal(key, shape))(key_P))
+
+    def integrate(self, h_PD: Array, state_PNZ: Array) -> Array:
+        """Carries noise along the velocity field by the config's solver."""
+        midpoint, length = self.config.solver == "midpoint", 1 / self.config.num_steps
+
+        def forward(head: "FlowHead", state_PNZ: Array, times_2: Array):
+            start, middle = times_2[:, None, None]
+            velocity_PNZ = head.net(state_PNZ, start, h_PD)
+            if midpoint:
+                velocity_PNZ = head.net(state_PNZ + length / 2 * velocity_PNZ, middle, h_PD)
+            return state_PNZ + length * velocity_PNZ, None
+
+        scan = nn.scan(forward, variable_broadcast="params", split_rngs={"params": False})
+        state_PNZ, _ = scan(self, state_PNZ, integer_times(self.config.num_steps))
+        return state_PNZ
+
+
+def integer_times(num_steps: int) -> Array:
+    """Start and middle of each step as the network is told them, [steps, 2] int32.
+
+    From the step's index in whole numbers: an accumulated float may fall short of a thousandth.
+    """
+    step = np.arange(num_steps)
+    halves = np.stack([2 * step, 2 * step + 1], axis=-1)
+    return jnp.asarray(_TIME_UNITS * halves // (2 * num_steps), jnp.int32)

@@ -1,0 +1,66 @@
+"""The softmax head of the autoregressive baseline: probabilities of the next token.
+
+P positions, N draws, V vocabulary.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from calm_jax.losses import cross_entropy
+from calm_jax.models.layers import normal_init
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxHeadConfig:
+    """`config.lm.head` of the autoregressive baseline; it has a name alone."""
+
+    name: str
+
+
+class SoftmaxHead(nn.Module):
+    """Hidden states [P, D] -> float32 logits [P, V], by a table of its own (not the embedding's)."""
+
+    vocab_size: int
+    hidden_size: int
+    dtype: DTypeLike
+
+    def setup(self):
+        self.kernel = self.param("kernel", normal_init, (self.hidden_size, self.vocab_size))
+
+    def logits(self, h_PD: Array) -> Array:
+        with jax.named_scope("head"):
+            return jnp.einsum(
+                "...D,DV->...V",
+                h_PD.astype(self.dtype),
+                self.kernel.astype(self.dtype),
+                preferred_element_type=jnp.float32,
+            )
+
+    def log_probs(self, h_PD: Array) -> Array:
+        """Log-probabilities of the next token, [P, V] float32."""
+        return jax.nn.log_softmax(self.logits(h_PD))
+
+    def loss(self, h_PD: Array, target_P: Array, block: int) -> Array:
+        """Cross-entropy of each position in nats, [P]; the logits of `block` positions are held at once.
+
+        They are computed again for the gradient. A negative target (masked) gives 0.
+        """
+
+        def of_position(xs: tuple[Array, Array]) -> Array:
+            h_D, target = xs
+            return cross_entropy(self.logits(h_D)[None, None], target[None, None])[0, 0]
+
+        return jax.lax.map(jax.checkpoint(of_position), (h_PD, target_P), batch_size=block)
+
+    def sample(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
+        """Draws of the next token, [P, N]."""
+
+        def draw(key: Array, logits_V: Array) -> Array:
+            return jax.random.categorical(key, logits_V, shape=(num_draws,))
+
+        return jax.vmap(draw)(key_P, self.logits(h_PD)).astype(jnp.int32)

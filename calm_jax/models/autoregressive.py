@@ -1,0 +1,46 @@
+"""The autoregressive baseline: a plain Llama over tokens."""
+
+import flax.linen as nn
+import jax
+from jax import Array
+from jax.typing import DTypeLike
+
+from calm_jax.heads.softmax import SoftmaxHead
+from calm_jax.models.layers import normal_init
+from calm_jax.models.transformer import Memory, Transformer, TransformerConfig
+
+
+class AutoregressiveLM(nn.Module):
+    """Token embeddings, transformer, softmax over the vocabulary; chunks of one token, K = 1."""
+
+    config: TransformerConfig
+    head: SoftmaxHead
+    vocab_size: int
+    dtype: DTypeLike
+
+    def setup(self):
+        self.embed = nn.Embed(
+            self.vocab_size, self.config.hidden_size, dtype=self.dtype, embedding_init=normal_init
+        )
+        self.backbone = Transformer(self.config, self.dtype)
+
+    def hidden(
+        self, tokens_BLK: Array, memory: Memory | None = None
+    ) -> tuple[Array, Memory | None]:
+        """Hidden states [B, L, D]; the one at token i is what token i+1 is predicted from."""
+        with jax.named_scope("embed"):
+            x_BLD = self.embed(tokens_BLK[..., 0])
+        return self.backbone(x_BLD, memory)
+
+    def log_probs(self, h_PD: Array) -> Array:
+        return self.head.log_probs(h_PD)
+
+    def loss(self, h_PD: Array, target_P: Array, block: int) -> Array:
+        return self.head.loss(h_PD, target_P, block)
+
+    def sample(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
+        return self.head.sample(h_PD, num_draws, key_P)
+
+    def __call__(self, tokens_BLK: Array) -> Array:
+        """Log-probabilities [B, L, V]; touches every parameter, for `init`."""
+        return self.head.log_probs(self.hidden(tokens_BLK)[0])
