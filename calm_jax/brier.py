@@ -1,33 +1,175 @@
 """BrierLM: a strictly proper score of a language model, estimated from its samples alone (paper, section 4).
 
-P positions, S samples a position, K tokens a chunk; n counts the first n tokens of a chunk, 1 to 4.
+`brier_n = 2 P(x = y) - P(x = x')` for two independent samples x, x' of the next n tokens and the
+truth y; n = 1 to 4. B blocks, P starts of n-grams in each, S samples a position, K tokens a chunk.
 """
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from calm_jax.sampling import ChunkModel
+
 ORDERS = 4
 
 
-def brier_terms(sample_PSK: Array, target_PK: Array) -> Array:
-    """Unbiased Brier terms of each position from S >= 2 samples of its chunk, [P, 4]; K >= 4.
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """Which n-grams of a block are scored, and from how many samples.
 
-    `2 mean_s 1[x_s = y] - mean_{s != r} 1[x_s = x_r]` over the first n tokens together, n = 1..4.
-    S = 2 is the published estimator; more samples have the same expectation and less variance.
+    num_samples: S >= 2; 2 is the published estimator, more have the same expectation and less variance.
+    first_token: no n-gram before this token of its block counts. start_every: n-grams start at multiples
+    of this many tokens. inner_starts: also inside chunks of more than four tokens, as far as all four
+    tokens are the chunk's; what precedes them in their chunk is then not given. skip_last_start: with
+    K < 4, leave out a block's last start, as the published code does.
     """
-    num_samples = sample_PSK.shape[1]
-    chex.assert_shape(target_PK, (sample_PSK.shape[0], sample_PSK.shape[2]))
-    first = slice(0, ORDERS)
-    match_PS4 = jnp.cumprod(sample_PSK[..., first] == target_PK[:, None, first], axis=-1)
-    left, right = sample_PSK[:, :, None, first], sample_PSK[:, None, :, first]
-    same_PSS4 = jnp.cumprod(left == right, axis=-1)
-    num_pairs = num_samples * (num_samples - 1)
-    collisions_P4 = (same_PSS4.sum((1, 2)) - num_samples) / num_pairs
-    return 2 * match_PS4.mean(1, dtype=jnp.float32) - collisions_P4
+
+    num_samples: int
+    first_token: int = 0
+    start_every: int = 1
+    inner_starts: bool = False
+    skip_last_start: bool = False
+
+    def starts(self, num_tokens: int, chunk_size: int) -> np.ndarray:
+        """The first tokens of the n-grams of a block, ascending, [P]; its first chunk is never predicted."""
+        chunk = np.arange(chunk_size, num_tokens, chunk_size)
+        starts = chunk[chunk + chunks_of(chunk_size) * chunk_size <= num_tokens]
+        if self.skip_last_start and chunk_size < ORDERS:
+            starts = starts[:-1]
+        if self.inner_starts:
+            offset = np.arange(max(chunk_size - ORDERS + 1, 1))
+            starts = (starts[:, None] + offset).reshape(-1)
+        return starts[(starts >= self.first_token) & (starts % self.start_every == 0)]
+
+
+def chunks_of(chunk_size: int) -> int:
+    """How many chunks from its start on hold an n-gram of four tokens."""
+    return -(-ORDERS // chunk_size)
+
+
+def windows(starts_P: np.ndarray) -> np.ndarray:
+    """The four tokens from each start on, [P, 4]."""
+    return starts_P[:, None] + np.arange(ORDERS)
+
+
+def counted(target_BT: Any, starts_P: np.ndarray, pad_id: int) -> Any:
+    """Which start counts for which n, bool [B, P, 4]: those whose first n tokens are all text."""
+    is_text_BT = (target_BT >= 0) & (target_BT != pad_id)
+    return is_text_BT[:, windows(starts_P)].cumprod(-1).astype(bool)
+
+
+def collisions(sample_SN: Array) -> Array:
+    """`mean_{s != r} 1[x_s = x_r]` over the first n tokens together, [..., S, n] -> [..., n]."""
+    num_samples = sample_SN.shape[-2]
+    same = jnp.cumprod(sample_SN[..., :, None, :] == sample_SN[..., None, :, :], axis=-1)
+    return (same.sum((-3, -2)) - num_samples) / (num_samples * (num_samples - 1))
+
+
+def path_collisions(
+    model: ChunkModel, cache: Any, seen: Array, h_BD: Array, sample_BSK: Array, key_BJ: Array
+) -> Array:
+    """The collision terms of one start whose four tokens take several chunks (K < 4), [B, 4].
+
+    Samples of the first chunk are given, drawn from `h_BD`. Each later chunk is drawn from the path of
+    the first sample: the `seen` true chunks of the cache, then that sample's own. The term of n tokens
+    is `mean_{r != 1} 1[x_r = x_1]` of the chunks before the one that holds token n, times the collision
+    of that chunk's tokens: `mean_{s != r} 1[x_s = x_r]`, or exactly `sum_v p_v^2` where the model knows
+    its probabilities. Unbiased, because the other samples do not depend on the one that is followed.
+    Under `vmap` over starts, one forward pass a chunk serves all of them, and the cache is held once.
+    """
+    batch, num_samples, chunk_size = sample_BSK.shape
+    num_chunks = chunks_of(chunk_size)
+    memory = model.fork(cache, jnp.full(batch, seen), num_chunks - 1)
+    agree_B1 = jnp.ones((batch, 1))
+    terms = []
+    for index in range(num_chunks):
+        if index:
+            h_B1D, memory = model.advance(sample_BSK[:, :1], memory)
+            h_BD = h_B1D[:, 0]
+            sample_BSK = model.draw(h_BD, num_samples, key_BJ[:, index])
+        if model.log_probs is None:
+            left = ORDERS - index * chunk_size
+            terms.append(agree_B1 * collisions(sample_BSK[..., :left]))
+        else:
+            terms.append(agree_B1 * jnp.exp(2 * model.log_probs(h_BD)).sum(-1, keepdims=True))
+        with_first_BS = (sample_BSK[:, 1:] == sample_BSK[:, :1]).all(-1)
+        agree_B1 *= with_first_BS.mean(-1, keepdims=True)
+    return jnp.concatenate(terms, axis=-1)
+
+
+def brier_terms(
+    model: ChunkModel,
+    token_BLK: Array,
+    key_BLJ: Array,
+    protocol: Protocol,
+    chunks_at_once: int,
+    paths_at_once: int,
+) -> Array:
+    """Unbiased Brier terms of every start of a protocol, [B, P, 4] float32.
+
+    key_BLJ: for each chunk but a block's first, the key of its draws and of the up to three chunks
+    drawn after it. `chunks_at_once` positions are drawn together, `paths_at_once` starts continued.
+    """
+    batch, num_chunks, chunk_size = token_BLK.shape
+    starts_P = protocol.starts(num_chunks * chunk_size, chunk_size)
+    several = chunks_of(chunk_size) > 1
+    cache = model.empty_cache(batch, num_chunks - 1) if several else None
+    h_BLD, cache = model.advance(token_BLK[:, :-1], cache)
+
+    # Chunks that any n-gram needs; predicted chunk i comes from the hidden state before it, i - 1.
+    window_P4 = windows(starts_P)
+    needed_Q = np.unique(window_P4 // chunk_size)
+    place_P4 = np.searchsorted(needed_Q, window_P4 // chunk_size)
+
+    def draw(xs: tuple[Array, Array, Array]) -> tuple[Array, Array | None]:
+        h_BD, key_B, token_B = xs
+        sample_BSK = model.draw(h_BD, protocol.num_samples, key_B)
+        if model.log_probs is None:
+            return sample_BSK, None
+        log_prob_B = jnp.take_along_axis(model.log_probs(h_BD), token_B[:, None], axis=-1)[:, 0]
+        return sample_BSK, log_prob_B
+
+    def of_chunks(x: Array, chunk: np.ndarray) -> Array:
+        return x[:, chunk].swapaxes(0, 1)
+
+    xs = (
+        of_chunks(h_BLD, needed_Q - 1),
+        of_chunks(key_BLJ[:, :, 0], needed_Q - 1),
+        of_chunks(token_BLK[..., 0], needed_Q),
+    )
+    sample_QBSK, log_prob_QB = jax.lax.map(draw, xs, batch_size=chunks_at_once)
+
+    # [B, S, P, 4]: the samples' tokens, each drawn with the true chunks before it.
+    sample_BSP4 = jnp.moveaxis(sample_QBSK[place_P4, :, :, window_P4 % chunk_size], (2, 3), (0, 1))
+    if model.log_probs is None:
+        target_BP4 = token_BLK.reshape(batch, -1)[:, window_P4]
+        match_BP4 = jnp.cumprod(sample_BSP4 == target_BP4[:, None], axis=-1).mean(1)
+    else:
+        match_BP4 = jnp.exp(jnp.cumsum(jnp.moveaxis(log_prob_QB[place_P4], -1, 0), axis=-1))
+
+    if several:
+        first_P = place_P4[:, 0]
+        chunk_P = starts_P // chunk_size
+
+        def continue_from(xs: tuple[Array, ...]) -> Array:
+            return path_collisions(model, cache, *xs)
+
+        xs = (
+            jnp.asarray(chunk_P, jnp.int32),
+            of_chunks(h_BLD, chunk_P - 1),
+            sample_QBSK[first_P],
+            of_chunks(key_BLJ, chunk_P - 1),
+        )
+        collision_PB4 = jax.lax.map(continue_from, xs, batch_size=paths_at_once)
+        collision_BP4 = collision_PB4.swapaxes(0, 1)
+    else:
+        collision_BP4 = collisions(jnp.moveaxis(sample_BSP4, 1, 2))
+    return 2 * match_BP4 - collision_BP4
 
 
 class BlockSums(NamedTuple):
@@ -96,21 +238,19 @@ def score(sums: BlockSums) -> Score:
     return Score(brierlm, error, tuple(brier_4), brier_error)
 
 
-def frequency_floor(train_PK: np.ndarray, target_BPK: np.ndarray, counted_BP4: np.ndarray) -> Score:
-    """The score of predicting every chunk by the training chunks' frequencies; exact, on the host.
+def frequency_floor(train_N4: np.ndarray, target_BP4: np.ndarray, counted_BP4: np.ndarray) -> Score:
+    """The score of predicting every n-gram by its frequency among the training text's; exact, on the host.
 
-    Its Brier terms are `2 p_n(y) - sum p_n^2`, with p_n the frequencies of a chunk's first n tokens.
+    Its Brier terms are `2 p_n(y) - sum p_n^2`, with p_n the frequencies of the first n of four tokens.
     """
-    blocks, positions, _ = target_BPK.shape
-    targets = target_BPK.reshape(blocks * positions, -1)
-    both = np.concatenate([train_PK, targets]).astype(np.int64)
+    both = np.concatenate([train_N4, target_BP4.reshape(-1, ORDERS)]).astype(np.int64)
     vocab_size = both.max() + 1
     prefix = np.zeros(len(both), np.int64)
     terms = []
-    for token in both.T[:ORDERS]:
+    for token in both.T:
         _, prefix = np.unique(prefix * vocab_size + token, return_inverse=True)
-        count = np.bincount(prefix[: len(train_PK)], minlength=prefix.max() + 1)
-        frequency = count / len(train_PK)
-        terms.append(2 * frequency[prefix[len(train_PK) :]] - (frequency**2).sum())
-    terms_BP4 = np.stack(terms, axis=-1).reshape(blocks, positions, ORDERS)
+        count = np.bincount(prefix[: len(train_N4)], minlength=prefix.max() + 1)
+        frequency = count / len(train_N4)
+        terms.append(2 * frequency[prefix[len(train_N4) :]] - (frequency**2).sum())
+    terms_BP4 = np.stack(terms, axis=-1).reshape(target_BP4.shape)
     return score(block_sums(jnp.asarray(terms_BP4, jnp.float32), jnp.asarray(counted_BP4)))

@@ -15,13 +15,13 @@ from calm_jax.data.pipeline import BlockConfig
 from calm_jax.data.tokenizers import TokenizerConfig
 from calm_jax.errors import UserError
 from calm_jax.evaluate import EvalConfig
-from calm_jax.heads import HEADS
-from calm_jax.heads.energy import EnergyHeadConfig
+from calm_jax.heads import HEADS, LATENT_HEADS, HeadConfig
 from calm_jax.mesh import MeshConfig
 from calm_jax.models.autoencoder import AutoencoderConfig
 from calm_jax.models.transformer import TransformerConfig
 from calm_jax.optim import OptimizerConfig
 from calm_jax.sampling import SamplingConfig
+from calm_jax.temperature import check_temperature
 from calm_jax.train import TrainingConfig
 
 STAGES = ("autoencoder", "lm", "all")
@@ -48,7 +48,7 @@ class LmStage:
     """`config.lm`."""
 
     model: TransformerConfig
-    head: EnergyHeadConfig
+    head: HeadConfig
     data: BlockConfig
     optimizer: OptimizerConfig
     training: TrainingConfig
@@ -78,10 +78,9 @@ class Config:
             raise UserError(f"stage={self.stage!r} is none of {', '.join(STAGES)}")
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise UserError(f"compute_dtype={self.compute_dtype!r} must be 'float32' or 'bfloat16'")
-        if self.chunk_size < 4:
-            raise UserError(
-                f"chunk_size={self.chunk_size} must be at least 4: BrierLM looks at the first 4 tokens of a chunk"
-            )
+        if self.chunk_size < 1:
+            raise UserError(f"chunk_size={self.chunk_size} must be at least 1")
+        self._check_head()
         for name in ("autoencoder", "lm"):
             stage = getattr(self, name)
             block = stage.data.block_tokens
@@ -94,6 +93,37 @@ class Config:
                     f"{name}.data.block_tokens={block} must hold at least 2 chunks of chunk_size={self.chunk_size}"
                 )
 
+    def _check_head(self) -> None:
+        """Raises `UserError` for what the head cannot do."""
+        sample, name = self.sample, self.lm.head.name
+        if self.has_autoencoder:
+            check_temperature(sample.temperature)
+            if sample.top_p != 1:
+                raise UserError(
+                    f"top_p={sample.top_p:g} needs the probabilities of tokens, which lm.head.name={name!r} does not "
+                    "know; a temperature below 1 sharpens its draws"
+                )
+            return
+        if self.chunk_size != 1:
+            raise UserError(
+                f"chunk_size={self.chunk_size}: lm.head.name='softmax' predicts single tokens, give chunk_size=1"
+            )
+        if self.stage == "autoencoder" or self.autoencoder.checkpoint:
+            key = "autoencoder.checkpoint" if self.autoencoder.checkpoint else "stage"
+            value = self.autoencoder.checkpoint or self.stage
+            raise UserError(f"{key}={value!r}: lm.head.name='softmax' has no autoencoder")
+
+    @property
+    def has_autoencoder(self) -> bool:
+        """Whether the language model stands on an autoencoder's latents."""
+        return self.lm.head.name in LATENT_HEADS
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages that `stage` asks for, in order."""
+        asked = ("autoencoder", "lm") if self.stage == "all" else (self.stage,)
+        return asked if self.has_autoencoder else ("lm",)
+
 
 def nearest(name: str, names: list[str]) -> str:
     """A hint at the name that was meant."""
@@ -103,20 +133,22 @@ def nearest(name: str, names: list[str]) -> str:
 
 def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
+    # Heads have keys of their own, which setting the name alone does not bring.
+    hint = "; choose a head by --config=RECIPE.py:head=NAME" if path == "lm.head." else ""
     if not hasattr(section, "keys"):  # a dict or a ConfigDict
         raise UserError(f"{path.rstrip('.')}={section!r} must be a section of keys")
     for key in section:
         if key not in fields:
-            raise UserError(f"config has no key {path}{key!s}: {nearest(key, list(fields))}")
+            raise UserError(f"config has no key {path}{key!s}: {nearest(key, list(fields))}{hint}")
     values = {}
     hints = typing.get_type_hints(cls)
     for name in fields:
         if name not in section:
-            raise UserError(f"the config lacks the key {path}{name}")
+            raise UserError(f"the config lacks the key {path}{name}{hint}")
         value, kind = section[name], hints[name]
+        if kind == HeadConfig:
+            kind = _head_config(value)
         if dataclasses.is_dataclass(kind):
-            if path == "lm." and name == "head":
-                kind = _head_config(value)
             value = _build(kind, value, f"{path}{name}.")
         elif isinstance(kind, types.GenericAlias) and kind.__origin__ is tuple:
             if not isinstance(value, (list, tuple)) or any(type(x) is not str for x in value):
@@ -145,7 +177,7 @@ def _head_config(section: Mapping[str, Any]) -> type:
         raise UserError("the config lacks the key lm.head.name")
     name = section["name"]
     if not isinstance(name, str) or name not in HEADS:
-        raise UserError(f"lm.head.name={name!r}: {nearest(str(name), list(HEADS))}")
+        raise UserError(f"lm.head.name={name!r} is none of {', '.join(HEADS)}")
     return HEADS[name][1]
 
 

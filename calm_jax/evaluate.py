@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from calm_jax.brier import ORDERS, Protocol
 from calm_jax.data.pipeline import Blocks, evaluation_batches
 from calm_jax.errors import UserError
 from calm_jax.mesh import global_batch
@@ -21,17 +22,46 @@ class EvalConfig:
 
     batch_size: int
     num_samples: int
+    inner_starts: bool
+    skip_last_start: bool
+    context_tokens: int
+    block_tokens: int
+    start_every: int
     part_blocks: int
     seed: int
 
     def __post_init__(self):
+        if not 1 <= self.context_tokens <= self.block_tokens - ORDERS:
+            raise UserError(
+                f"eval.context_tokens={self.context_tokens} must be at least 1, and at least {ORDERS} below "
+                f"eval.block_tokens={self.block_tokens}, so that an n-gram follows the context"
+            )
         if self.num_samples < 2:
             raise UserError(f"eval.num_samples={self.num_samples} must be at least 2")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"eval.seed={self.seed} must be in [0, 2**32)")
-        for name in ("batch_size", "part_blocks"):
+        for name in ("batch_size", "part_blocks", "start_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"eval.{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def published(self) -> Protocol:
+        """Blocks as in training, every chunk but the first: the protocol of the published scores."""
+        return Protocol(
+            self.num_samples,
+            inner_starts=self.inner_starts,
+            skip_last_start=self.skip_last_start,
+        )
+
+    @property
+    def equal_context(self) -> Protocol:
+        """The same n-grams after the same context for every model, whatever its K."""
+        return Protocol(
+            self.num_samples,
+            first_token=self.context_tokens,
+            start_every=self.start_every,
+            inner_starts=True,
+        )
 
 
 def part_of(num_blocks: int, part: int) -> Sequence[int]:

@@ -19,10 +19,17 @@ _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "text to continue; may be given more than once")
 _PROMPTS_FILE = flags.DEFINE_string("prompts_file", "", "file with one prompt a line")
 # What is not given is as in the workdir's config.
-_TEMPERATURE = flags.DEFINE_float("temperature", None, "in (0, 1]")
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature", None, "in (0, 1]; with a softmax head any from 0 (the likeliest token) on"
+)
+_TOP_P = flags.DEFINE_float(
+    "top_p", None, "with a softmax head: only the likeliest tokens of this probability together"
+)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "tokens to generate for each prompt")
 _NUM_CANDIDATES = flags.DEFINE_integer(
-    "num_candidates", None, "candidates per chunk; not used at temperature 1"
+    "num_candidates",
+    None,
+    "candidates per chunk; not used at temperature 1, nor with a softmax head",
 )
 _SEED = flags.DEFINE_integer("seed", 0, "decides every random number")
 
@@ -57,17 +64,21 @@ def main(argv: list[str]) -> None:
     prompts = _prompts()
     workdir = Workdir(pathlib.Path(_WORKDIR.value))
     config = workdir.config
-    options = {flag.name: flag.value for flag in (_TEMPERATURE, _MAX_TOKENS, _NUM_CANDIDATES)}
+    options = {
+        flag.name: flag.value for flag in (_TEMPERATURE, _TOP_P, _MAX_TOKENS, _NUM_CANDIDATES)
+    }
     given = {name: value for name, value in options.items() if value is not None}
-    sampling = dataclasses.replace(config.sample, **given)
+    config = dataclasses.replace(config, sample=dataclasses.replace(config.sample, **given))
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        task = make_lm_task(config, workdir.tokenizer)
+        task = make_lm_task(config, workdir.tokenizer, config.eval.published)
         params = workdir.load_params("lm", task, mesh)
-        autoencoder = make_autoencoder_task(config, workdir.tokenizer)
-        frozen = {"params": workdir.load_params("autoencoder", autoencoder, mesh)}
+        frozen = {}
+        if config.has_autoencoder:
+            autoencoder = make_autoencoder_task(config, workdir.tokenizer)
+            frozen = {"params": workdir.load_params("autoencoder", autoencoder, mesh)}
         texts = continuations(
-            task, params, frozen, workdir.tokenizer, prompts, sampling, _SEED.value
+            task, params, frozen, workdir.tokenizer, prompts, config.sample, _SEED.value
         )
     for prompt, text in zip(prompts, texts, strict=True):
         print(f"{prompt}{text}\n")

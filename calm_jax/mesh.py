@@ -24,7 +24,10 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
     (r"attention/output/kernel$", PartitionSpec(None, "tensor", None, "fsdp")),
     (r"mlp/(gate|up)/kernel$", PartitionSpec(None, "fsdp", "tensor")),
     (r"mlp/down/kernel$", PartitionSpec(None, "tensor", "fsdp")),
-    (r"blocks/(input_kernel|gate_up/kernel)$", PartitionSpec(None, "fsdp", "tensor")),
+    (
+        r"blocks/(input_kernel|(gate_up|up|modulation)/kernel)$",
+        PartitionSpec(None, "fsdp", "tensor"),
+    ),
     (r"blocks/(hidden|down)/kernel$", PartitionSpec(None, "tensor", "fsdp")),
     (r"kernel$", PartitionSpec("fsdp", "tensor")),
     (r"(bias|scale)$", PartitionSpec()),

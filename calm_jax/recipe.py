@@ -8,84 +8,21 @@ import time
 from collections.abc import Mapping
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from calm_jax import brier, checkpoint, report
 from calm_jax import text as text_lib
 from calm_jax.checkpoint import Checkpointer
 from calm_jax.config import Config, as_dict
-from calm_jax.data.corpus import Corpus, load_corpus
-from calm_jax.data.pipeline import BlockConfig, Blocks, encode_documents, pack
 from calm_jax.data.tokenizers import Tokenizer, make_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.evaluate import Evaluator
 from calm_jax.mesh import check_batch, make_mesh
 from calm_jax.metrics import MetricsLog, finite, write_atomically
-from calm_jax.tasks import AutoencoderTask, CalmTask, Params, counted_for_brier
+from calm_jax.packed import Text, read_corpus
+from calm_jax.tasks import AutoencoderTask, LmTask, Params
 from calm_jax.train import Profile, Stage, Trainer
 from calm_jax.workdir import Workdir, make_autoencoder_task, make_lm_task
-
-
-@dataclasses.dataclass(frozen=True)
-class StageBlocks:
-    """The two splits, packed for one stage."""
-
-    train: Blocks
-    validation: Blocks
-
-
-class Text:
-    """The recipe's text: read once, packed once for each stage that asks."""
-
-    def __init__(self, config: Config, corpus: Corpus, tokenizer: Tokenizer):
-        self._config, self._tokenizer = config, tokenizer
-        self._encoded = {
-            "train": encode_documents(corpus.train, tokenizer),
-            "validation": encode_documents(corpus.validation, tokenizer),
-        }
-        self._packed: dict[str, StageBlocks] = {}
-
-    def blocks(self, name: str) -> StageBlocks:
-        """A stage's blocks. Raises `UserError` if there is not enough text for one training block.
-
-        Validation text is never filled in front, and none of it is dropped.
-        """
-        if name not in self._packed:
-            data = getattr(self._config, name).data
-            self._packed[name] = StageBlocks(
-                self._pack(name, "train", data, keep_remainder=False),
-                self._pack(
-                    name,
-                    "validation",
-                    dataclasses.replace(data, front_fill="none"),
-                    keep_remainder=True,
-                ),
-            )
-        return self._packed[name]
-
-    def _pack(self, name: str, split: str, data: BlockConfig, keep_remainder: bool) -> Blocks:
-        config = self._config
-        return pack(
-            self._encoded[split],
-            self._tokenizer,
-            data,
-            config.chunk_size,
-            config.seed,
-            keep_remainder,
-            f"{name}: the {split} text",
-        )
-
-
-def _read_corpus(config: Config) -> Corpus:
-    corpus = load_corpus(config.data)
-    for reason, count in corpus.skipped.items():
-        print(f"data: {count} records left out: {reason}")
-    return corpus
-
-
-def _needs(config: Config, stage: str) -> bool:
-    return config.stage in (stage, "all")
 
 
 class Run:
@@ -101,16 +38,21 @@ class Run:
         return make_autoencoder_task(self.config, self.tokenizer)
 
     @functools.cached_property
-    def lm_task(self) -> CalmTask:
-        return make_lm_task(self.config, self.tokenizer)
+    def lm_task(self) -> LmTask:
+        return make_lm_task(self.config, self.tokenizer, self.config.eval.published)
 
-    def task(self, name: str) -> AutoencoderTask | CalmTask:
+    def task(self, name: str) -> AutoencoderTask | LmTask:
         return self.autoencoder_task if name == "autoencoder" else self.lm_task
 
     def evaluator(self, name: str) -> Evaluator:
         return Evaluator(
             name, self.task(name), self.text.blocks(name).validation, self.config.eval, self.mesh
         )
+
+    def equal_context_evaluator(self) -> Evaluator:
+        """The language model's, after the same context and over the same tokens for every K."""
+        task = dataclasses.replace(self.lm_task, protocol=self.config.eval.equal_context)
+        return Evaluator("equal_context", task, self.text.windows(), self.config.eval, self.mesh)
 
     def train(self, name: str, frozen: Params, evaluator: Evaluator, profile: Profile) -> Params:
         """Trains one stage to its last step."""
@@ -170,15 +112,6 @@ class Run:
                 f"{least}: train it longer (autoencoder.training.num_steps), or lower that key"
             )
 
-    def floor(self) -> brier.Score:
-        """The score of training chunks' frequencies, over the positions that the model is scored on."""
-        blocks, size = self.text.blocks("lm"), self.config.chunk_size
-        target_BLK = _predicted(blocks.validation, size)
-        counted_BL4 = counted_for_brier(target_BLK, self.tokenizer.pad_id)
-        return brier.frequency_floor(
-            blocks.train.tokens.reshape(-1, size), np.maximum(target_BLK, 0), counted_BL4
-        )
-
 
 def _fit_autoencoder(config: Config, tokenizer: Tokenizer, source: Workdir) -> None:
     """Raises `UserError` unless the autoencoder of `source` is of this recipe's kind."""
@@ -230,22 +163,6 @@ def _check_tokenizer_file(config: Config, tokenizer: Tokenizer) -> None:
             )
 
 
-def _predicted(blocks: Blocks, chunk_size: int) -> np.ndarray:
-    """Targets of every chunk that the model predicts, [blocks, L-1, K]: all but each block's first."""
-    targets = np.stack([blocks[index]["targets"] for index in range(len(blocks))])
-    return targets.reshape(len(blocks), -1, chunk_size)[:, 1:]
-
-
-def _check_scored(validation: Blocks, config: Config, tokenizer: Tokenizer) -> None:
-    """Raises `UserError` if no chunk of the validation text is ever predicted."""
-    target_BLK = _predicted(validation, config.chunk_size)
-    if not counted_for_brier(target_BLK, tokenizer.pad_id)[..., -1].any():
-        raise UserError(
-            f"lm: the validation text has no whole chunk of {config.chunk_size} tokens after the first of its block, so "
-            "there is nothing to score: give more of it"
-        )
-
-
 def is_finished(config: Config, workdir: Workdir) -> bool:
     """Whether everything that the config asks for has been trained, scored and written."""
     try:
@@ -256,14 +173,14 @@ def is_finished(config: Config, workdir: Workdir) -> bool:
         name in done
         and checkpoint.latest_step(workdir.checkpoints(name)) == done[name]["step"]
         and done[name]["step"] >= getattr(config, name).training.num_steps
-        for name in ("autoencoder", "lm")
-        if _needs(config, name) and not (name == "autoencoder" and config.autoencoder.checkpoint)
+        for name in config.stages
+        if not (name == "autoencoder" and config.autoencoder.checkpoint)
     )
 
 
 def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> None:
     """Raises `UserError` if stage 2 would have no autoencoder, or lose the one that it began with."""
-    if config.autoencoder.checkpoint:
+    if config.autoencoder.checkpoint or not config.has_autoencoder:
         return
     step = None if fresh else checkpoint.latest_step(workdir.checkpoints("autoencoder"))
     if config.stage == "lm" and step is None:
@@ -274,7 +191,7 @@ def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> N
     if fresh or checkpoint.latest_step(workdir.checkpoints("lm")) is None:
         return
     num_steps = config.autoencoder.training.num_steps
-    if _needs(config, "autoencoder") and (step is None or step < num_steps):
+    if "autoencoder" in config.stages and (step is None or step < num_steps):
         raise UserError(
             f"autoencoder.training.num_steps={num_steps}: the language model in {workdir.path} was trained on the "
             f"autoencoder of step {step}, which must not change under it: give another --workdir"
@@ -283,7 +200,7 @@ def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> N
 
 def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Run:
     """Checks everything that can be checked before long work, then makes or opens the workdir."""
-    for name in ("autoencoder", "lm"):
+    for name in config.stages:
         batch_size = getattr(config, name).training.batch_size
         check_batch(f"{name}.training.batch_size", batch_size, mesh)
         micro = batch_size // getattr(config, name).training.accumulation_steps
@@ -298,7 +215,7 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
     source = _source_to_import(config, workdir, fresh)
     _check_autoencoder_stage(config, workdir, fresh)
     print("data: reading and tokenising", flush=True)
-    corpus = _read_corpus(config)
+    corpus = read_corpus(config)
     if fresh:
         tokenizer = make_tokenizer(config.tokenizer, (doc.text for doc in corpus.train))
     else:
@@ -308,9 +225,10 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
     if source is not None:
         _fit_autoencoder(config, tokenizer, source)
     text = Text(config, corpus, tokenizer)
-    text.blocks("autoencoder")
-    if _needs(config, "lm"):
-        _check_scored(text.blocks("lm").validation, config, tokenizer)
+    if config.has_autoencoder:
+        text.blocks("autoencoder")
+    if "lm" in config.stages:
+        text.check_scored()
     if overwrite:
         workdir.delete()
     if fresh:
@@ -344,27 +262,30 @@ def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Pro
 def _train_and_report(run: Run, profile: Profile) -> None:
     config, workdir = run.config, run.workdir
     results: dict[str, dict] = {}
-    evaluator = run.evaluator("autoencoder")
-    if _needs(config, "autoencoder") and not config.autoencoder.checkpoint:
-        params = run.train("autoencoder", {}, evaluator, profile)
-    else:
-        params = workdir.load_params("autoencoder", run.autoencoder_task, run.mesh)
-    results["autoencoder"] = run.validate("autoencoder", evaluator, params, {})
-    if _needs(config, "lm"):
-        run.check_autoencoder(results["autoencoder"]["token_accuracy_from_sample"])
+    frozen: Params = {}
+    if config.has_autoencoder:
+        evaluator = run.evaluator("autoencoder")
+        if "autoencoder" in config.stages and not config.autoencoder.checkpoint:
+            params = run.train("autoencoder", {}, evaluator, profile)
+        else:
+            params = workdir.load_params("autoencoder", run.autoencoder_task, run.mesh)
+        results["autoencoder"] = run.validate("autoencoder", evaluator, params, {})
         frozen = {"params": params}
+    if "lm" in config.stages:
+        if config.has_autoencoder:
+            run.check_autoencoder(results["autoencoder"]["token_accuracy_from_sample"])
         evaluator = run.evaluator("lm")
-        lm_params = run.train("lm", frozen, evaluator, profile)
-        results["lm"] = run.validate("lm", evaluator, lm_params, frozen)
-        results["floor"] = brier.as_values(run.floor())
-        samples = text_lib.samples(run.lm_task, lm_params, frozen, run.tokenizer, config)
+        params = run.train("lm", frozen, evaluator, profile)
+        results["lm"] = run.validate("lm", evaluator, params, frozen)
+        results["floor"] = brier.as_values(run.text.floor())
+        samples = text_lib.samples(run.lm_task, params, frozen, run.tokenizer, config)
         write_atomically(workdir.samples_path, samples)
         print(f"\n{samples}")
     for name in ("autoencoder", "lm"):
         if name in results:
             results[name] = {**results[name], "training_seconds": run.log.seconds(name)}
     write_atomically(workdir.results_path, json.dumps(finite(results), indent=2) + "\n")
-    report.print_results(results, workdir)
+    report.print_results(results, config, workdir)
 
 
 def run_evaluation(config: Config, workdir: Workdir) -> None:
@@ -373,22 +294,35 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
     mesh = make_mesh(config.mesh)
     check_batch("eval.batch_size", config.eval.batch_size, mesh)
     with jax.set_mesh(mesh):
-        corpus = _read_corpus(config)
+        corpus = read_corpus(config)
         change = workdir.change_of_text(corpus)
         if change:
             print(f"data: not the text that this run was trained with. {change}")
         run = Run(config, workdir, mesh, Text(config, corpus, workdir.tokenizer))
+        has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
+        # Refuses a context longer than the text before anything is computed.
+        equal_context = run.equal_context_evaluator() if has_lm else None
         results: dict[str, Mapping] = {}
-        params = workdir.load_params("autoencoder", run.autoencoder_task, mesh)
-        results["autoencoder"] = run.evaluator("autoencoder")(params, {})
-        if checkpoint.latest_step(workdir.checkpoints("lm")) is not None:
-            lm_params = workdir.load_params("lm", run.lm_task, mesh)
-            results["lm"] = run.evaluator("lm")(lm_params, {"params": params})
-            results["floor"] = brier.as_values(run.floor())
+        frozen: Params = {}
+        if config.has_autoencoder:
+            params = workdir.load_params("autoencoder", run.autoencoder_task, mesh)
+            results["autoencoder"] = run.evaluator("autoencoder")(params, {})
+            frozen = {"params": params}
+        if equal_context is not None:
+            params = workdir.load_params("lm", run.lm_task, mesh)
+            for name, evaluator in (
+                ("lm", run.evaluator("lm")),
+                ("equal_context", equal_context),
+            ):
+                began = time.monotonic()
+                values = evaluator(params, frozen)
+                results[name] = values | {"seconds": time.monotonic() - began}
+            results["floor"] = brier.as_values(run.text.floor())
+            results["equal_context_floor"] = brier.as_values(run.text.equal_context_floor())
         for name in ("autoencoder", "lm"):
             if name in results:
                 step = checkpoint.latest_step(workdir.checkpoints(name))
                 results[name] = {"step": step, **results[name]}
     record = {"eval": dataclasses.asdict(config.eval), "data": dataclasses.asdict(config.data)}
-    report.print_results(results, workdir)
+    report.print_results(results, config, workdir)
     report.append(workdir, record | results)

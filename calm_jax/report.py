@@ -8,6 +8,7 @@ import rich.table
 import rich.text
 
 from calm_jax import metrics
+from calm_jax.config import Config
 from calm_jax.errors import UserError
 from calm_jax.workdir import Workdir
 
@@ -33,7 +34,25 @@ def _brier(values: Mapping) -> str:
     return ", ".join(_with_error(values, f"brier_{order}", 100) for order in range(1, 5))
 
 
-def _rows(results: Mapping[str, Mapping]) -> list[tuple[str, str]]:
+_LOSSES = {
+    "energy": "minus energy score",
+    "diffusion": "noise error and bound",
+    "flow": "velocity error",
+    "softmax": "cross-entropy, nats a token",
+}
+
+
+def _scores(results: Mapping[str, Mapping], name: str, floor: str) -> list[tuple[str, str]]:
+    values, floor_values = results[name], results[floor]
+    return [
+        ("  BrierLM", _with_error(values, "brierlm", 1)),
+        ("  BrierLM of frequencies (the floor)", _with_error(floor_values, "brierlm", 1)),
+        ("  100 x Brier 1 to 4", _brier(values)),
+        ("  100 x Brier 1 to 4 of the floor", _brier(floor_values)),
+    ]
+
+
+def _rows(results: Mapping[str, Mapping], config: Config) -> list[tuple[str, str]]:
     rows = []
     names = {"autoencoder": "autoencoder", "lm": "language model"}
     for stage, name in names.items():
@@ -54,23 +73,24 @@ def _rows(results: Mapping[str, Mapping]) -> list[tuple[str, str]]:
                 for kind in ("token", "chunk")
             ]
         else:
-            rows += [
-                ("  validation loss (minus energy score)", _number(values["loss"])),
-                ("  BrierLM", _with_error(values, "brierlm", 1)),
-                (
-                    "  BrierLM of chunk frequencies (the floor)",
-                    _with_error(results["floor"], "brierlm", 1),
-                ),
-                ("  100 x Brier 1 to 4", _brier(values)),
-                ("  100 x Brier 1 to 4 of the floor", _brier(results["floor"])),
-            ]
+            loss = f"  validation loss ({_LOSSES[config.lm.head.name]})"
+            rows += [(loss, _number(values["loss"])), *_scores(results, "lm", "floor")]
+    if "equal_context" in results:
+        scored = config.eval
+        rows += [
+            (
+                "at equal context",
+                f"tokens {scored.context_tokens} to {scored.block_tokens} of windows over documents",
+            ),
+            *_scores(results, "equal_context", "equal_context_floor"),
+        ]
     return rows
 
 
-def print_results(results: Mapping[str, Mapping], workdir: Workdir) -> None:
+def print_results(results: Mapping[str, Mapping], config: Config, workdir: Workdir) -> None:
     """Shows what was trained, how well it does, where it is and what to run next."""
     table = rich.table.Table(show_header=False)
-    for name, value in _rows(results):
+    for name, value in _rows(results, config):
         table.add_row(name, rich.text.Text(value))
     files = ["config.json", "metrics.jsonl", "tensorboard/"]
     files += [path.name for path in (workdir.samples_path,) if path.exists()]

@@ -1,4 +1,4 @@
-"""Everything that samples stands on three primitives of a model: `draw`, `advance`, `empty_cache`.
+"""Everything that samples stands on a few primitives of a model, above all `draw` and `advance`.
 
 BrierLM, temperature sampling and generation use nothing else of a model, so that each head gets all
 of them, and a known distribution can be put in a head's place.
@@ -6,6 +6,7 @@ of them, and a known distribution can be put in a head's place.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from jax import Array
 
 from calm_jax import temperature as temperature_lib
 from calm_jax.errors import UserError
-from calm_jax.models.transformer import KVCache
+from calm_jax.models.transformer import KVCache, Memory
 
 # Largest array of logits that decoding holds at once, in elements: 256 MiB in float32.
 _MAX_LOGITS = 2**26
@@ -28,14 +29,20 @@ class ChunkModel:
 
     latents: `(h_PD, num_draws, key_P) -> [P, N, Z]`, draws of the next chunk's latent.
     decode: `[P, N, Z] -> [P, N, K]`, the most likely tokens of each latent.
-    advance: `(tokens_BLK, cache) -> h_BLD, cache`, reads chunks.
+    advance: `(tokens_BLK, memory) -> h_BLD, memory`, reads chunks after those in a cache or fork.
     empty_cache: `(batch, size) -> cache` for `size` chunks.
+    fork: `(cache, length_B, size) -> memory` that goes on after a cache's first `length` chunks, by
+    up to `size` of its own, and leaves the cache as it is.
+    log_probs: `h_PD -> [P, V]` for a model that knows the probabilities of its next token (K = 1, and
+    its latents are the tokens); None for one that can only be sampled.
     """
 
     latents: Callable[[Array, int, Array], Array]
     decode: Callable[[Array], Array]
-    advance: Callable[[Array, KVCache | None], tuple[Array, KVCache | None]]
+    advance: Callable[[Array, Memory | None], tuple[Array, Memory | None]]
     empty_cache: Callable[[int, int], KVCache]
+    fork: Callable[[KVCache, Array, int], Memory]
+    log_probs: Callable[[Array], Array] | None
 
     def draw(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
         """Independent draws of the next chunk, [P, N, K]; those of a position from its own key."""
@@ -74,13 +81,17 @@ class SamplingConfig:
     """
 
     temperature: float
+    top_p: float
     num_candidates: int
     max_tokens: int
     prompt_alignment: str
     prompts: tuple[str, ...]
 
     def __post_init__(self):
-        temperature_lib.check_temperature(self.temperature)
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature={self.temperature:g} must be a number from 0 on")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p:g} must be in (0, 1]")
         if not self.prompts:
             raise UserError("sample.prompts=() must hold at least one prompt; '' starts a document")
         if self.num_candidates < 1:
@@ -94,15 +105,35 @@ class SamplingConfig:
             )
 
 
-def sample_chunk(
-    model: ChunkModel, h_BD: Array, key_B: Array, temperature: float, num_candidates: int
-) -> Array:
-    """The next chunk of each row at a temperature, [B, K]."""
-    if temperature == 1:
+def sample_token(log_probs_BV: Array, key_B: Array, temperature: float, top_p: float) -> Array:
+    """The next token of each row from known probabilities, [B]; temperature 0 takes the likeliest.
+
+    top_p: only the likeliest tokens that together reach this probability, after the temperature; the
+    one that reaches it is the last.
+    """
+    if temperature == 0:
+        return log_probs_BV.argmax(-1).astype(jnp.int32)
+    logits_BV = jax.nn.log_softmax(log_probs_BV / temperature)
+    if top_p < 1:
+        order_BV = jnp.argsort(-logits_BV, axis=-1)
+        sorted_BV = jnp.exp(jnp.take_along_axis(logits_BV, order_BV, axis=-1))
+        before_BV = jnp.cumsum(sorted_BV, axis=-1) - sorted_BV
+        rank_BV = jnp.argsort(order_BV, axis=-1)
+        kept_BV = jnp.take_along_axis(before_BV < top_p, rank_BV, axis=-1)
+        logits_BV = jnp.where(kept_BV, logits_BV, -jnp.inf)
+    return jax.vmap(jax.random.categorical)(key_B, logits_BV).astype(jnp.int32)
+
+
+def sample_chunk(model: ChunkModel, h_BD: Array, key_B: Array, config: SamplingConfig) -> Array:
+    """The next chunk of each row at a config's temperature, [B, K]."""
+    if model.log_probs is not None:
+        token_B = sample_token(model.log_probs(h_BD), key_B, config.temperature, config.top_p)
+        return token_B[:, None]
+    if config.temperature == 1:
         return model.draw(h_BD, 1, key_B)[:, 0]
     draw_key_B, choice_key_B = jax.vmap(jax.random.split, out_axes=1)(key_B)
-    tokens_BNK = model.draw(h_BD, num_candidates, draw_key_B)
-    return temperature_lib.choose(tokens_BNK, temperature, choice_key_B).tokens
+    tokens_BNK = model.draw(h_BD, config.num_candidates, draw_key_B)
+    return temperature_lib.choose(tokens_BNK, config.temperature, choice_key_B).tokens
 
 
 class Continuation(NamedTuple):
@@ -177,6 +208,6 @@ def generate_chunks(
 
     def next_chunk(h_BD: Array, step: Array) -> Array:
         step_key_B = jax.vmap(jax.random.fold_in, (0, None))(key_B, step)
-        return sample_chunk(model, h_BD, step_key_B, config.temperature, config.num_candidates)
+        return sample_chunk(model, h_BD, step_key_B, config)
 
     return generate(model, prompt_BLK, length_B, num_chunks, eos_id, next_chunk)

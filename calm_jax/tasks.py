@@ -1,18 +1,21 @@
-"""What the training loop and evaluation need of each kind of model: the two tasks of the recipe."""
+"""What the training loop and evaluation need of each kind of model: autoencoder, CALM, autoregressive baseline."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from calm_jax import brier
 from calm_jax.data.pipeline import MASKED
 from calm_jax.losses import Posterior, cross_entropy
 from calm_jax.models.autoencoder import Autoencoder
+from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.calm import CALM
-from calm_jax.models.transformer import KVCache
+from calm_jax.models.transformer import Fork, KVCache, Memory, TransformerConfig
 from calm_jax.sampling import ChunkModel, at_once, decode_in_blocks
 
 Params = dict[str, Any]
@@ -59,12 +62,6 @@ def _chunks(batch: Batch, chunk_size: int) -> tuple[Array, Array]:
     """tokens and targets as chunks, [B, L, K] each."""
     shape = (len(batch["tokens"]), -1, chunk_size)
     return batch["tokens"].reshape(shape), batch["targets"].reshape(shape)
-
-
-def counted_for_brier(targets_BLK: Any, pad_id: int) -> Any:
-    """Which chunk counts for which n, bool [B, L, 4]: those whose first n tokens are all text."""
-    is_text_BLK = (targets_BLK != MASKED) & (targets_BLK != pad_id)
-    return is_text_BLK[..., : brier.ORDERS].cumprod(-1).astype(bool)
 
 
 def total(x: Array, counted: Array) -> tuple[Array, Array]:
@@ -143,6 +140,70 @@ class AutoencoderTask:
         return {name: ratio(pair) for name, pair in sums.items()}
 
 
+def _chunk_model(
+    model: CALM | AutoregressiveLM,
+    params: Params,
+    latents: Callable[[Array, int, Array], Array],
+    decode: Callable[[Array], Array],
+    log_probs: Callable[[Array], Array] | None,
+) -> ChunkModel:
+    """What the samplers see of a language model; reading works the same way in all of them."""
+
+    def advance(tokens_BLK: Array, memory: Memory | None) -> tuple[Array, Memory | None]:
+        return model.apply({"params": params}, tokens_BLK, memory, method="hidden")
+
+    def empty_cache(batch: int, size: int) -> KVCache:
+        return KVCache.empty(model.config, batch, size, model.dtype)
+
+    return ChunkModel(latents, decode, advance, empty_cache, Fork.at, log_probs)
+
+
+def _score(
+    model: ChunkModel,
+    config: TransformerConfig,
+    protocol: brier.Protocol,
+    vocab_size: int,
+    pad_id: int,
+    tokens_BLK: Array,
+    targets_BLK: Array,
+    key_BLJ: Array,
+) -> brier.BlockSums:
+    """BrierLM's sums over a batch of blocks; n-grams with pads in them do not count."""
+    rows, num_chunks, chunk_size = tokens_BLK.shape
+    logits = rows * protocol.num_samples * chunk_size * vocab_size
+    # Of one start: attention weights, and the keys and values of its own chunks.
+    attention = rows * config.num_heads * num_chunks
+    own = 2 * rows * config.num_layers * brier.ORDERS * config.num_kv_heads * config.head_size
+    terms_BP4 = brier.brier_terms(
+        model,
+        tokens_BLK,
+        key_BLJ,
+        protocol,
+        chunks_at_once=at_once(logits),
+        paths_at_once=at_once(max(logits, attention, own)),
+    )
+    starts_P = protocol.starts(num_chunks * chunk_size, chunk_size)
+    counted_BP4 = brier.counted(targets_BLK.reshape(rows, -1), starts_P, pad_id)
+    return brier.block_sums(terms_BP4, counted_BP4)
+
+
+def _predicted_keys(key_B: Array, num_chunks: int, num_keys: int) -> Array:
+    """Keys of each chunk but a block's first, [B, L-1, num_keys]."""
+    return jax.vmap(lambda key: split_keys(key, num_keys))(split_keys(key_B, num_chunks - 1))
+
+
+def _report(sums: Any) -> dict[str, float]:
+    score = brier.score(brier.BlockSums(*sums["brier"]))
+    return {"loss": ratio(sums["loss"])} | brier.as_values(score)
+
+
+def counted_chunks(first_token: int, targets_BLK: Array) -> Array:
+    """Which predicted chunks the loss runs over, bool [B, L-1]: valid ones, from `first_token` on."""
+    num_chunks, chunk_size = targets_BLK.shape[1:]
+    late_L = np.arange(1, num_chunks) * chunk_size >= first_token
+    return (targets_BLK[:, 1:] != MASKED).all(-1) & late_L
+
+
 @dataclasses.dataclass(frozen=True)
 class CalmTask:
     """Stage 2: the language model over a frozen autoencoder's latents.
@@ -152,7 +213,7 @@ class CalmTask:
 
     model: CALM
     autoencoder: Autoencoder
-    num_eval_samples: int
+    protocol: brier.Protocol
 
     @property
     def chunk_size(self) -> int:
@@ -164,11 +225,9 @@ class CalmTask:
 
     def bind(self, params: Params, frozen: Params) -> ChunkModel:
         """The model as samplers see it."""
-        variables = {"params": params}
-        config = self.model.config
 
         def latents(h_PD: Array, num_draws: int, key_P: Array) -> Array:
-            return self.model.apply(variables, h_PD, num_draws, key_P, method="sample")
+            return self.model.apply({"params": params}, h_PD, num_draws, key_P, method="sample")
 
         def decode(latent_PNZ: Array) -> Array:
             def logits_of(latent_RZ: Array) -> Array:
@@ -177,71 +236,123 @@ class CalmTask:
             size = self.chunk_size * self.autoencoder.vocab_size
             return decode_in_blocks(logits_of, latent_PNZ, size)
 
-        def advance(
-            tokens_BLK: Array, cache: KVCache | None = None
-        ) -> tuple[Array, KVCache | None]:
-            return self.model.apply(variables, tokens_BLK, cache, method="hidden")
-
-        def empty_cache(batch: int, size: int) -> KVCache:
-            return KVCache.empty(config, batch, size, self.model.dtype)
-
-        return ChunkModel(latents, decode, advance, empty_cache)
-
-    def _hidden(self, params: Params, tokens_BLK: Array) -> Array:
-        """The hidden state that predicts each chunk but the first, [B, L-1, D]."""
-        h_BLD, _ = self.model.apply({"params": params}, tokens_BLK[:, :-1], method="hidden")
-        return h_BLD
+        return _chunk_model(self.model, params, latents, decode, log_probs=None)
 
     def posterior(self, frozen: Params, tokens_PK: Array) -> Posterior:
         """The frozen autoencoder's posterior of whole chunks, without dropout."""
         return jax.lax.stop_gradient(self.autoencoder.apply(frozen, tokens_PK, method="encode"))
 
+    def hidden(self, params: Params, tokens_BLK: Array) -> Array:
+        """The hidden state that predicts each chunk but the first, [B, L-1, D]."""
+        h_BLD, _ = self.model.apply({"params": params}, tokens_BLK[:, :-1], method="hidden")
+        return h_BLD
+
     def loss(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
         tokens_BLK, targets_BLK = _chunks(batch, self.chunk_size)
-        h_PD = _flat(self._hidden(params, tokens_BLK))
+        h_PD = _flat(self.hidden(params, tokens_BLK))
         posterior = self.posterior(frozen, _flat(tokens_BLK[:, 1:]))
         key_P = _flat(split_keys(key_B, tokens_BLK.shape[1] - 1))
         loss_P = self.model.apply({"params": params}, h_PD, posterior, key_P, method="loss")
-        return {"loss": self.total(loss_P, targets_BLK)}
-
-    @staticmethod
-    def total(x_P: Array, targets_BLK: Array) -> tuple[Array, Array]:
-        """Sum and count over predicted chunks all of whose labels are valid."""
-        return total(x_P, _flat((targets_BLK[:, 1:] != MASKED).all(-1)))
+        return {"loss": total(loss_P, _flat(counted_chunks(0, targets_BLK)))}
 
     def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Any:
-        """Sums of the loss and of BrierLM, whose positions leave out pads."""
+        """Sums of the loss and of BrierLM."""
         tokens_BLK, targets_BLK = _chunks(batch, self.chunk_size)
-        model = self.bind(params, frozen)
-        h_BLD = self._hidden(params, tokens_BLK)
-        targets_BLK = targets_BLK[:, 1:]
-        key_BL = split_keys(key_B, h_BLD.shape[1])
+        rows, num_chunks, _ = tokens_BLK.shape
+        num_draws = brier.chunks_of(self.chunk_size)
+        key_BLJ = _predicted_keys(key_B, num_chunks, 1 + num_draws)
 
-        def of_position(xs):
-            h_BD, tokens_BK, targets_BK, key_B = xs
-            key_B, loss_key_B = jax.vmap(jax.random.split, out_axes=1)(key_B)
+        def loss_of(xs: tuple[Array, Array, Array]) -> Array:
+            h_BD, tokens_BK, key_B = xs
             posterior = self.posterior(frozen, tokens_BK)
-            loss_B = self.model.apply(
-                {"params": params}, h_BD, posterior, loss_key_B, method="loss"
-            )
-            sample_BSK = model.draw(h_BD, self.num_eval_samples, key_B)
-            return loss_B, brier.brier_terms(sample_BSK, targets_BK)
+            return self.model.apply({"params": params}, h_BD, posterior, key_B, method="loss")
 
-        over_L = (h_BLD, tokens_BLK[:, 1:], targets_BLK, key_BL)
-        # A few positions at a time, so that the logits of a whole block are never held.
-        logits = self.num_eval_samples * self.chunk_size * self.autoencoder.vocab_size
-        loss_LB, terms_LB4 = jax.lax.map(
-            of_position,
+        over_L = (self.hidden(params, tokens_BLK), tokens_BLK[:, 1:], key_BLJ[..., num_draws])
+        width = self.model.config.hidden_size
+        loss_LB = jax.lax.map(
+            loss_of,
             jax.tree.map(lambda x: x.swapaxes(0, 1), over_L),
-            batch_size=at_once(len(h_BLD) * logits),
+            batch_size=at_once(rows * width * self.model.head.config.num_samples),
         )
-        counted_BL = (targets_BLK != MASKED).all(-1)
-        counted_BL4 = counted_for_brier(targets_BLK, self.model.pad_id)
         return {
-            "loss": total(loss_LB.T, counted_BL),
-            "brier": brier.block_sums(terms_LB4.swapaxes(0, 1), counted_BL4),
+            "loss": total(loss_LB.T, counted_chunks(self.protocol.first_token, targets_BLK)),
+            "brier": _score(
+                self.bind(params, frozen),
+                self.model.config,
+                self.protocol,
+                self.autoencoder.vocab_size,
+                self.model.pad_id,
+                tokens_BLK,
+                targets_BLK,
+                key_BLJ[..., :num_draws],
+            ),
         }
 
     def report(self, sums: Any) -> dict[str, float]:
-        score = brier.score(brier.BlockSums(*sums["brier"]))
-        return {"loss": ratio(sums["loss"])} | brier.as_values(score)
+        return _report(sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArTask:
+    """The autoregressive baseline: the same transformer over tokens, with a softmax. Nothing is frozen."""
+
+    model: AutoregressiveLM
+    pad_id: int
+    protocol: brier.Protocol
+
+    @property
+    def chunk_size(self) -> int:
+        return 1
+
+    def init(self, key: Array) -> Params:
+        return self.model.init(key, jnp.zeros((1, 1, 1), jnp.int32))["params"]
+
+    def bind(self, params: Params, frozen: Params) -> ChunkModel:
+        """The model as samplers see it; its latents are the tokens themselves."""
+        variables = {"params": params}
+
+        def latents(h_PD: Array, num_draws: int, key_P: Array) -> Array:
+            tokens_PN = self.model.apply(variables, h_PD, num_draws, key_P, method="sample")
+            return tokens_PN[..., None]
+
+        def log_probs(h_PD: Array) -> Array:
+            return self.model.apply(variables, h_PD, method="log_probs")
+
+        return _chunk_model(self.model, params, latents, lambda tokens_PN1: tokens_PN1, log_probs)
+
+    def _loss(self, params: Params, batch: Batch) -> Array:
+        """Cross-entropy of each token but the first, [B, T-1]; 0 for masked ones."""
+        tokens_BLK, targets_BLK = _chunks(batch, 1)
+        h_BLD, _ = self.model.apply({"params": params}, tokens_BLK[:, :-1], method="hidden")
+        block = at_once(len(h_BLD) * self.model.vocab_size)
+        targets_BL = targets_BLK[:, 1:, 0]
+        return self.model.apply({"params": params}, h_BLD, targets_BL, block, method="loss")
+
+    def loss(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
+        _, targets_BLK = _chunks(batch, 1)
+        return {"loss": total(self._loss(params, batch), counted_chunks(0, targets_BLK))}
+
+    def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Any:
+        """Sums of the loss and of BrierLM, by probabilities where they make it exact."""
+        tokens_BLK, targets_BLK = _chunks(batch, 1)
+        key_BLJ = _predicted_keys(key_B, targets_BLK.shape[1], brier.ORDERS)
+        counted_BL = counted_chunks(self.protocol.first_token, targets_BLK)
+        return {
+            "loss": total(self._loss(params, batch), counted_BL),
+            "brier": _score(
+                self.bind(params, frozen),
+                self.model.config,
+                self.protocol,
+                self.model.vocab_size,
+                self.pad_id,
+                tokens_BLK,
+                targets_BLK,
+                key_BLJ,
+            ),
+        }
+
+    def report(self, sums: Any) -> dict[str, float]:
+        return _report(sums)
+
+
+LmTask = CalmTask | ArTask

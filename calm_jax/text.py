@@ -11,7 +11,7 @@ from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 from calm_jax.sampling import SamplingConfig, generate_chunks
 from calm_jax.streams import stream
-from calm_jax.tasks import CalmTask, Params
+from calm_jax.tasks import LmTask, Params
 
 
 def _encode(text: str, tokenizer: Tokenizer, chunk_size: int, alignment: str) -> np.ndarray:
@@ -26,7 +26,7 @@ def _encode(text: str, tokenizer: Tokenizer, chunk_size: int, alignment: str) ->
 
 
 def continuations(
-    task: CalmTask,
+    task: LmTask,
     params: Params,
     frozen: Params,
     tokenizer: Tokenizer,
@@ -71,13 +71,15 @@ def continuations(
 
 
 def samples(
-    task: CalmTask, params: Params, frozen: Params, tokenizer: Tokenizer, config: Config
+    task: LmTask, params: Params, frozen: Params, tokenizer: Tokenizer, config: Config
 ) -> str:
     """What a run writes at its end: the config's prompts and how the model goes on."""
     sample = config.sample
     texts = continuations(task, params, frozen, tokenizer, sample.prompts, sample, config.seed)
     head = f"temperature {sample.temperature:g}, seed {config.seed}"
-    if sample.temperature < 1:
+    if not config.has_autoencoder:
+        head += f", top_p {sample.top_p:g}"
+    elif sample.temperature < 1:
         head += f", {sample.num_candidates} candidates a chunk"
     parts = [
         f"--- prompt: {prompt!r} ---\n{prompt}{text}"

@@ -22,15 +22,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from calm_jax import checkpoint
+from calm_jax.brier import Protocol
 from calm_jax.config import Config, as_dict, as_json, differing_keys, resolve
 from calm_jax.data.corpus import Corpus, Document
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from calm_jax.errors import UserError
-from calm_jax.heads import HEADS
+from calm_jax.heads import LATENT_HEADS
+from calm_jax.heads.softmax import SoftmaxHead
 from calm_jax.metrics import write_atomically
 from calm_jax.models.autoencoder import Autoencoder
+from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.calm import CALM
-from calm_jax.tasks import AutoencoderTask, CalmTask, Params
+from calm_jax.tasks import ArTask, AutoencoderTask, CalmTask, LmTask, Params
 
 _OWN_FILES = {
     "autoencoder",
@@ -64,14 +67,18 @@ def make_autoencoder_task(config: Config, tokenizer: Tokenizer) -> AutoencoderTa
     return AutoencoderTask(model, tokenizer.pad_id)
 
 
-def make_lm_task(config: Config, tokenizer: Tokenizer) -> CalmTask:
-    """The task of stage 2."""
+def make_lm_task(config: Config, tokenizer: Tokenizer, protocol: Protocol) -> LmTask:
+    """The task of stage 2; `protocol` is how it is scored."""
+    dtype, body = jnp.dtype(config.compute_dtype), config.lm.model
+    if not config.has_autoencoder:
+        head = SoftmaxHead(tokenizer.vocab_size, body.hidden_size, dtype)
+        model = AutoregressiveLM(body, head, tokenizer.vocab_size, dtype)
+        return ArTask(model, tokenizer.pad_id, protocol)
     # The frozen autoencoder computes in full precision, as its targets are the loss's ground.
     autoencoder = Autoencoder(
         config.autoencoder.model, tokenizer.vocab_size, config.chunk_size, jnp.float32
     )
-    dtype, body = jnp.dtype(config.compute_dtype), config.lm.model
-    make_head, _ = HEADS[config.lm.head.name]
+    make_head, _ = LATENT_HEADS[config.lm.head.name]
     head = make_head(
         config.lm.head,
         body.hidden_size,
@@ -80,7 +87,7 @@ def make_lm_task(config: Config, tokenizer: Tokenizer) -> CalmTask:
         dtype,
     )
     model = CALM(body, head, tokenizer.vocab_size, tokenizer.pad_id, dtype)
-    return CalmTask(model, autoencoder, config.eval.num_samples)
+    return CalmTask(model, autoencoder, protocol)
 
 
 def fingerprint(documents: Sequence[Document]) -> str:
@@ -238,7 +245,7 @@ class Workdir:
         except OSError as error:
             raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
 
-    def load_params(self, stage: str, task: AutoencoderTask | CalmTask, mesh: Mesh) -> Params:
+    def load_params(self, stage: str, task: AutoencoderTask | LmTask, mesh: Mesh) -> Params:
         """The latest parameters of a stage, on the mesh."""
         like = jax.eval_shape(task.init, jax.random.key(0))
         return checkpoint.load_params(self.checkpoints(stage), like, mesh)

@@ -10,11 +10,11 @@ from ml_collections import ConfigDict
 from configs import common
 
 
-def get_config() -> ConfigDict:
+def get_config(arguments: str = "") -> ConfigDict:
     config = common.get_config()
     config.lm.model.hidden_size = 768
     config.lm.model.intermediate_size = 2048
     config.lm.model.num_layers = 12
     config.lm.head.num_blocks = 3
     config.lm.training.num_steps = 50_000
-    return config
+    return common.variant(config, arguments)

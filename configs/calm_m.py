@@ -10,5 +10,5 @@ from ml_collections import ConfigDict
 from configs import common
 
 
-def get_config() -> ConfigDict:
-    return common.get_config()
+def get_config(arguments: str = "") -> ConfigDict:
+    return common.variant(common.get_config(), arguments)

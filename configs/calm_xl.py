@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 from configs import common
 
 
-def get_config() -> ConfigDict:
+def get_config(arguments: str = "") -> ConfigDict:
     config = common.get_config()
     config.lm.model.hidden_size = 2560
     config.lm.model.intermediate_size = 6880
-    return config
+    return common.variant(config, arguments)

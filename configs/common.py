@@ -1,11 +1,14 @@
 """Every key of a recipe, with units and sources; the values are the published recipe's for CALM-M.
 
-Recipes import `get_config` from here and change what differs. Keys are overridden on the command
-line as `--config.lm.training.batch_size=64`. There is no EMA of the parameters and no
+Recipes import `get_config` from here and change what differs, and take arguments by `variant`:
+`--config=configs/calm_m.py:head=flow,k=8`. Keys are overridden on the command line as
+`--config.lm.training.batch_size=64`. There is no EMA of the parameters and no
 best-checkpoint rule: the published recipe has neither, the last step is the model.
 """
 
 from ml_collections import ConfigDict
+
+from calm_jax.errors import UserError
 
 
 def get_config() -> ConfigDict:
@@ -15,7 +18,7 @@ def get_config() -> ConfigDict:
     config.seed = 0
     # What to train: "autoencoder", "lm" (needs an autoencoder in the workdir or a checkpoint of one), or "all".
     config.stage = "all"
-    # K, tokens per chunk (paper: 4). Both stages share it.
+    # K, tokens per chunk (paper: 4; 1 with a softmax head). Both stages share it.
     config.chunk_size = 4
     # Arithmetic of the networks, "bfloat16" or "float32"; parameters, losses, norms' statistics and softmax are float32.
     config.compute_dtype = "bfloat16"
@@ -43,7 +46,7 @@ def get_config() -> ConfigDict:
     # Vocabulary of a SentencePiece model that is trained; others have their own (Llama 3: 128,257 with the pad token).
     config.tokenizer.vocab_size = 512
 
-    # --- Stage 1: the autoencoder (paper, section 2) ----------------------------------------------
+    # --- Stage 1: the autoencoder (paper, section 2); a softmax head has none ----------------------
     config.autoencoder = ConfigDict()
     # Workdir whose autoencoder to use instead of training one. Empty: train.
     config.autoencoder.checkpoint = ""
@@ -73,14 +76,27 @@ def get_config() -> ConfigDict:
     config.eval.num_samples = 2
     # Blocks, evenly spaced, for the evaluations during training; at the end it is always the whole split.
     config.eval.part_blocks = 64
+    # Score also n-grams that start inside a chunk of more than four tokens, not its first four alone (published: False).
+    config.eval.inner_starts = False
+    # With K < 4, leave out each block's last n-gram (the published code does so for CALM; here all count).
+    config.eval.skip_last_start = False
+    # The equal-context protocol of --mode=eval, which compares models of any K and the autoregressive baseline:
+    # documents in windows of `block_tokens`, of which everything after the first `context_tokens` is scored,
+    # each token once. n-grams start at multiples of `start_every` tokens: 4 gives K = 1, 2, 4, 8 and 16 the
+    # same ones, 12 also K = 3.
+    config.eval.context_tokens = 1024
+    config.eval.block_tokens = 2048
+    config.eval.start_every = 4
     # Seed of the evaluation's random numbers, apart from the training's.
     config.eval.seed = 0
 
     # --- Generation ---------------------------------------------------------------------------------
     config.sample = ConfigDict()
-    # T in (0, 1]. The author advises at most 0.5 for fluent text.
+    # T in (0, 1]; with a softmax head any from 0, the likeliest token, on. The author advises at most 0.5 for fluent text.
     config.sample.temperature = 0.5
-    # N, candidates per chunk of the batch algorithm (published: 200). Not used at T = 1.
+    # With a softmax head: sample from the likeliest tokens that together have this probability.
+    config.sample.top_p = 1.0
+    # N, candidates per chunk of the batch algorithm (published: 200). Not used at T = 1, nor with a softmax head.
     config.sample.num_candidates = 200
     # Tokens to generate per prompt.
     config.sample.max_tokens = 128
@@ -153,6 +169,101 @@ def _energy_head() -> ConfigDict:
     # Exponent of the distance, in (0, 2]; strictly proper below 2 (paper: 1).
     head.beta = 1.0
     return head
+
+
+def _diffusion_head() -> ConfigDict:
+    head = ConfigDict()
+    head.name = "diffusion"
+    # Residual MLP blocks, as in the energy head.
+    head.num_blocks = 4
+    # N, targets per position in training, each with its own step and noise (published: 8).
+    head.num_samples = 8
+    # Steps of sampling, of the 1000 that are trained (paper: 100; below 40 nothing comes out).
+    head.num_steps = 100
+    return head
+
+
+def _flow_head() -> ConfigDict:
+    head = ConfigDict()
+    head.name = "flow"
+    # Residual MLP blocks, as in the energy head.
+    head.num_blocks = 4
+    # N, targets per position in training, each with its own time and noise (published: 8).
+    head.num_samples = 8
+    # Steps of sampling (paper: 10 midpoint steps), and "midpoint" (two network calls a step) or "euler" (one).
+    head.num_steps = 10
+    head.solver = "midpoint"
+    return head
+
+
+def _softmax_head() -> ConfigDict:
+    head = ConfigDict()
+    # The autoregressive baseline: probabilities of the next token, K = 1, no autoencoder.
+    head.name = "softmax"
+    return head
+
+
+_HEADS = {
+    "energy": _energy_head,
+    "diffusion": _diffusion_head,
+    "flow": _flow_head,
+    "softmax": _softmax_head,
+}
+
+
+def variant(config: ConfigDict, arguments: str) -> ConfigDict:
+    """A recipe with `head=...`, `k=...` or both, comma-separated; raises `UserError` for anything else.
+
+    `head` keeps the recipe's number of blocks; "softmax" is the autoregressive baseline of the same
+    transformer. `k` sets the chunk size and the latent size 32 K, and rounds blocks down to whole chunks.
+    """
+    given = {}
+    for argument in filter(None, arguments.split(",")):
+        name, _, value = argument.partition("=")
+        if name not in ("head", "k") or not value or name in given:
+            raise UserError(
+                f"config argument {argument!r}: give head=NAME or k=TOKENS, each at most once, as in "
+                "configs/calm_m.py:head=flow,k=8"
+            )
+        given[name] = value
+    if "head" in given:
+        _set_head(config, given["head"])
+    is_softmax = config.lm.head.name == "softmax"
+    if is_softmax and given.get("k", "1") != "1":
+        raise UserError(f"k={given['k']}: head=softmax predicts single tokens, leave k out")
+    if is_softmax:
+        config.chunk_size = 1
+    elif "k" in given:
+        _set_chunk_size(config, given["k"])
+    return config
+
+
+def _set_head(config: ConfigDict, name: str) -> None:
+    if name not in _HEADS:
+        raise UserError(f"head={name!r} is none of {', '.join(_HEADS)}")
+    if name != config.lm.head.name:
+        head = _HEADS[name]()
+        if "num_blocks" in head and "num_blocks" in config.lm.head:
+            head.num_blocks = config.lm.head.num_blocks
+        config.lm.head = head
+
+
+def _set_chunk_size(config: ConfigDict, text: str) -> None:
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise UserError(f"k={text!r} must be a number of tokens, at least 1")
+    chunk_size = int(text)
+    config.chunk_size = chunk_size
+    config.autoencoder.model.latent_size = 32 * chunk_size
+    for name in ("autoencoder", "lm"):
+        data = config[name].data
+        rounded = data.block_tokens // chunk_size * chunk_size
+        if rounded < 2 * chunk_size:
+            raise UserError(
+                f"k={chunk_size}: a block of {name}.data.block_tokens={data.block_tokens} must hold at least 2 chunks"
+            )
+        if rounded != data.block_tokens:
+            print(f"k={chunk_size}: {name}.data.block_tokens={data.block_tokens} becomes {rounded}")
+        data.block_tokens = rounded
 
 
 def _blocks(block_tokens: int, append_eos: bool, align_documents_to_chunks: bool) -> ConfigDict:

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from configs import common
 
 
-def get_config() -> ConfigDict:
+def get_config(arguments: str = "") -> ConfigDict:
     config = common.get_config()
     config.compute_dtype = "float32"
 
@@ -62,8 +62,10 @@ def get_config() -> ConfigDict:
     training.checkpoint_every = 100
 
     config.eval.part_blocks = 32
+    config.eval.context_tokens = 256
+    config.eval.block_tokens = 512
     # So small a model is dull when it is sharpened: what is most likely in Python is a run of spaces.
     config.sample.temperature = 1.0
     config.sample.prompt_alignment = "left"
     config.sample.prompts = ("def ", "import ", "class ", "    def __init__(self, ")
-    return config
+    return common.variant(config, arguments)

@@ -6,6 +6,8 @@ import sys
 import pytest
 from absl import flags
 
+from calm_jax.config import as_json, resolve
+from tests import tiny_recipe
 from tests.test_recipe import ROOT
 
 
@@ -43,14 +45,20 @@ BAD_VALUES = {
     "--config.lm.head.num_samples=1": "lm.head.num_samples=1",
     "--config.lm.head.beta=0.0": "lm.head.beta=0",
     "--config.lm.head.beta=2.5": "lm.head.beta=2.5",
-    "--config.lm.head.name=energie": "did you mean 'energy'",
+    "--config.lm.head.name=energie": "lm.head.name='energie' is none of energy, diffusion, flow, softmax",
     "--config.sample.temperature=0.0": "temperature=0",
     "--config.sample.temperature=1.5": "temperature=1.5",
     "--config.eval.num_samples=1": "eval.num_samples=1",
     "--config.stage=lm": "stage='lm' needs an autoencoder",
     "--config.seed=-1": "seed=-1",
     "--config.stage=both": "stage='both'",
-    "--config.chunk_size=3": "chunk_size=3",
+    # Three tokens a chunk are fine, in blocks of whole chunks.
+    "--config.chunk_size=3": "block_tokens=32 must be a multiple of chunk_size=3",
+    "--config.chunk_size=0": "chunk_size=0",
+    "--config.sample.temperature=2.0": "temperature=2",
+    "--config.sample.top_p=0.9": "top_p=0.9",
+    "--config.eval.context_tokens=32": "eval.context_tokens=32",
+    "--config.eval.start_every=0": "eval.start_every=0",
     "--config.compute_dtype=float8": "compute_dtype='float8'",
     "--config.tokenizer.kind=gpt": "tokenizer.kind='gpt'",
     "--config.tokenizer.kind=llama3": "tokenizer.path",
@@ -73,6 +81,53 @@ def test_a_bad_value_is_named(option, text, tmp_path, capsys, monkeypatch):
     workdir = tmp_path / "run"
     recipe = f"--config=tests/tiny_recipe.py:{text}"
     assert BAD_VALUES[option] in refuse(capsys, monkeypatch, recipe, f"--workdir={workdir}", option)
+    assert not workdir.exists()
+
+
+BAD_ARGUMENTS = {
+    "head=nope": "head='nope' is none of energy, diffusion, flow, softmax",
+    "k=100000": "k=100000: a block of autoencoder.data.block_tokens=64 must hold at least 2 chunks",
+    "k=0": "k='0' must be a number of tokens",
+    "k=four": "k='four' must be a number of tokens",
+    "head=softmax,k=2": "k=2: head=softmax predicts single tokens",
+    "depth=3": "config argument 'depth=3': give head=NAME or k=TOKENS",
+    "k=2,k=4": "config argument 'k=4': give head=NAME or k=TOKENS, each at most once",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
+def test_a_bad_config_argument_is_named(arguments, tmp_path, capsys, monkeypatch):
+    recipe = f"--config=configs/quickstart.py:{arguments}"
+    workdir = tmp_path / "run"
+    error = refuse(capsys, monkeypatch, recipe, f"--workdir={workdir}")
+    assert error.startswith(f"error: {BAD_ARGUMENTS[arguments]}")
+    assert not workdir.exists()
+
+
+# Config arguments and an option that does not go with them.
+BAD_VARIANTS = {
+    ("head=softmax", "--config.chunk_size=4"): "chunk_size=4: lm.head.name='softmax'",
+    ("head=softmax", "--config.stage=autoencoder"): "stage='autoencoder': lm.head.name='softmax'",
+    ("head=softmax", "--config.autoencoder.checkpoint=runs/x"): "autoencoder.checkpoint='runs/x'",
+    ("head=softmax", "--config.sample.top_p=0.0"): "top_p=0",
+    ("head=softmax", "--config.lm.head.num_blocks=2"): "no key 'num_blocks'",
+    ("head=flow", "--config.lm.head.solver=rk4"): "lm.head.solver='rk4' is none of midpoint, euler",
+    ("head=flow", "--config.lm.head.beta=1.0"): "no key 'beta'",
+    ("head=flow", "--config.sample.top_p=0.5"): "top_p=0.5",
+    ("head=diffusion", "--config.lm.head.num_steps=1"): "lm.head.num_steps=1",
+    ("head=diffusion", "--config.lm.head.num_steps=1001"): "lm.head.num_steps=1001",
+    ("head=diffusion", "--config.sample.temperature=0.0"): "temperature=0",
+}
+
+
+@pytest.mark.parametrize(("arguments", "option"), BAD_VARIANTS)
+def test_a_value_that_does_not_fit_the_head_is_named(
+    arguments, option, text, tmp_path, capsys, monkeypatch
+):
+    recipe = f"--config=tests/tiny_recipe.py:{text},{arguments}"
+    workdir = tmp_path / "run"
+    error = refuse(capsys, monkeypatch, recipe, f"--workdir={workdir}", option)
+    assert BAD_VARIANTS[arguments, option] in error
     assert not workdir.exists()
 
 
@@ -131,3 +186,24 @@ def test_generation_refuses(option):
         check=False,
     )
     assert out.returncode == 2 and GENERATE[option] in out.stderr
+
+
+SAMPLE = {
+    "--top_p=0.9": "top_p=0.9 needs the probabilities of tokens, which lm.head.name='energy'",
+    "--temperature=2": "temperature=2 must be in (0, 1]",
+    "--temperature=0": "temperature=0 must be in (0, 1]",
+}
+
+
+@pytest.mark.parametrize("option", SAMPLE)
+def test_generation_refuses_what_a_latent_head_cannot_do(option, text, tmp_path):
+    """Before it looks for parameters: the folder has none."""
+    config = resolve(tiny_recipe.get_config(text))
+    (tmp_path / "config.json").write_text(as_json(config), encoding="utf-8")
+    command = ["calm_jax.generate", f"--workdir={tmp_path}", "--prompt=x", option]
+    out = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert out.returncode == 2 and "Traceback" not in out.stderr
+    errors = [line for line in out.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and SAMPLE[option] in errors[0]

@@ -1,7 +1,6 @@
-"""BrierLM: its terms on a known categorical, its score and standard error, the frequency floor."""
+"""BrierLM: its terms from given samples, its score and standard error, the frequency floor."""
 
 import collections
-import functools
 import itertools
 
 import jax
@@ -10,9 +9,7 @@ import numpy as np
 import pytest
 
 from calm_jax import brier
-from calm_jax.data.pipeline import MASKED
 from calm_jax.sampling import ChunkModel
-from calm_jax.tasks import counted_for_brier
 
 # A known distribution over chunks that share prefixes of every length; the last is never drawn.
 CHUNKS = np.array(
@@ -22,7 +19,30 @@ PROBS = np.array([0.35, 0.2, 0.15, 0.2, 0.1, 0.0])
 
 
 sums_of = jax.jit(brier.block_sums)
-terms_of = jax.jit(brier.brier_terms)
+
+
+@jax.jit
+def terms_of(sample_PSK, target_PK):
+    """The terms of given samples of whole chunks, [P, 4]: each target is the second chunk of its own block."""
+    sample_PSK, target_PK = jnp.asarray(sample_PSK), jnp.asarray(target_PK)
+    positions, num_samples, _ = sample_PSK.shape
+
+    def advance(tokens_BLK, memory):
+        return jnp.zeros((*tokens_BLK.shape[:2], 1)), memory
+
+    # A position's "key" is its number, by which its samples are looked up.
+    model = ChunkModel(
+        latents=lambda h_PD, num_draws, key_P: sample_PSK[key_P],
+        decode=lambda latent_PNZ: latent_PNZ,
+        advance=advance,
+        empty_cache=None,
+        fork=None,
+        log_probs=None,
+    )
+    token_BLK = jnp.stack([target_PK, target_PK], axis=1)
+    key_BLJ = jnp.arange(positions)[:, None, None]
+    terms_BP4 = brier.brier_terms(model, token_BLK, key_BLJ, brier.Protocol(num_samples), 1, 1)
+    return terms_BP4[:, 0]
 
 
 def expected_terms() -> np.ndarray:
@@ -35,52 +55,6 @@ def expected_terms() -> np.ndarray:
         collision = sum(prob**2 for prob in prefix.values())
         terms[:, n - 1] = [2 * prefix[tuple(chunk[:n])] - collision for chunk in CHUNKS]
     return terms
-
-
-def known_model() -> ChunkModel:
-    """Draws a row of CHUNKS with PROBS; the latent is its number, which decode looks up."""
-
-    def latents(h_PD, num_draws, key_P):
-        def draw(key):
-            return jax.random.categorical(key, jnp.log(PROBS), shape=(num_draws, 1))
-
-        return jax.vmap(draw)(key_P).astype(jnp.float32)
-
-    def decode(latent_PNZ):
-        return jnp.asarray(CHUNKS)[latent_PNZ[..., 0].astype(jnp.int32)]
-
-    return ChunkModel(latents, decode, None, None)
-
-
-@functools.cache
-def drawn_terms(num_samples: int, per_target: int = 1500) -> np.ndarray:
-    """Terms of `per_target` positions for each target, [6, per_target, 4]."""
-    target_PK = np.repeat(CHUNKS, per_target, axis=0)
-    key_P = jax.random.split(jax.random.key(num_samples), len(target_PK))
-
-    @jax.jit
-    def run(key_P, target_PK):
-        sample_PSK = known_model().draw(jnp.zeros((len(target_PK), 1)), num_samples, key_P)
-        assert sample_PSK.shape == (len(target_PK), num_samples, 4)
-        return brier.brier_terms(sample_PSK, target_PK)
-
-    terms = run(key_P, target_PK)
-    return np.asarray(terms, np.float64).reshape(len(CHUNKS), per_target, 4)
-
-
-@pytest.mark.parametrize("num_samples", [2, 3, 8])
-def test_terms_are_unbiased_on_a_known_categorical(num_samples):
-    """24 means, each within 4.5 of its standard errors: a false alarm in 1 of 6,000 choices of the seed."""
-    terms = drawn_terms(num_samples)
-    error = terms.std(1, ddof=1) / np.sqrt(terms.shape[1])
-    assert (error > 0).all()
-    assert (np.abs(terms.mean(1) - expected_terms()) < 4.5 * error).all()
-
-
-def test_more_samples_have_less_variance():
-    variance = [drawn_terms(num_samples).var(1).mean(0) for num_samples in (2, 3, 8)]
-    assert (variance[1] < 0.8 * variance[0]).all()
-    assert (variance[2] < 0.6 * variance[1]).all()
 
 
 @pytest.mark.parametrize("num_samples", [2, 3])
@@ -283,26 +257,9 @@ def test_block_sums_add_up_over_splits():
     np.testing.assert_array_equal(whole.total[4:], counted.sum((0, 1)))
 
 
-# --- Which positions count ----------------------------------------------------------------------
+# --- Pads -----------------------------------------------------------------------------------------
 
 PAD = 9
-
-
-def test_a_chunk_counts_for_n_when_its_first_n_tokens_are_text():
-    targets = np.array(
-        [
-            [[1, 2, 3, 4], [1, 2, PAD, PAD], [PAD] * 4],
-            [[MASKED] * 4, [1, 2, 3, MASKED], [PAD, 2, 3, 4]],
-        ]
-    )
-    counted = counted_for_brier(targets, PAD)
-    assert counted.dtype == bool
-    assert counted.sum(-1).tolist() == [[4, 2, 0], [0, 3, 0]]
-    assert counted[0, 1].tolist() == [True, True, False, False]
-
-
-def test_only_the_first_four_tokens_of_longer_chunks_decide():
-    assert counted_for_brier(np.array([[[1, 2, 3, 4, PAD, PAD]]]), PAD).all()
 
 
 def test_pads_do_not_change_the_score():
@@ -315,7 +272,8 @@ def test_pads_do_not_change_the_score():
         padded = np.concatenate([targets, np.full_like(targets, PAD)], axis=1)
         guesses = np.concatenate([samples, np.full_like(samples, guess)], axis=1)
         terms = terms_of(guesses.reshape(-1, 2, 4), padded.reshape(-1, 4))
-        scores.append(score_of(terms.reshape(6, 20, 4), counted_for_brier(padded, PAD)))
+        counted = brier.counted(padded.reshape(6, -1), np.arange(0, 80, 4), PAD)
+        scores.append(score_of(terms.reshape(6, 20, 4), counted))
     terms = terms_of(samples.reshape(-1, 2, 4), targets.reshape(-1, 4))
     scores.append(score_of(terms.reshape(6, 10, 4), np.ones((6, 10, 4), bool)))
     assert scores[0].brierlm > 0
@@ -325,16 +283,15 @@ def test_pads_do_not_change_the_score():
 # --- The frequency floor ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk_size", [4, 5])
-def test_frequency_floor_against_brute_force(chunk_size):
+def test_frequency_floor_against_brute_force():
     rng = np.random.default_rng(0)
-    # Skewed, so that chunks repeat; the targets have tokens that were never seen, too.
-    train = rng.choice(3, (300, chunk_size), p=[0.8, 0.15, 0.05])
-    targets = rng.choice(4, (5, 12, chunk_size), p=[0.8, 0.1, 0.05, 0.05])
+    # Skewed, so that n-grams repeat; the targets have tokens that were never seen, too.
+    train = rng.choice(3, (300, 4), p=[0.8, 0.15, 0.05])
+    targets = rng.choice(4, (5, 12, 4), p=[0.8, 0.1, 0.05, 0.05])
     counted = rng.random((5, 12, 4)) < 0.8
     terms = np.zeros((5, 12, 4))
     for n in range(1, 5):
-        seen = collections.Counter(tuple(chunk[:n].tolist()) for chunk in train)
+        seen = collections.Counter(tuple(gram[:n].tolist()) for gram in train)
         collision = sum((count / 300) ** 2 for count in seen.values())
         for block, position in itertools.product(range(5), range(12)):
             frequency = seen[tuple(targets[block, position, :n].tolist())] / 300

@@ -1,17 +1,22 @@
 """Every recipe resolves; every bad value is one line that names its key."""
 
+import ast
 import dataclasses
 import importlib
 import json
 import logging
+import math
 import pathlib
+import types
 
+import jax
 import pytest
 
 import configs
+from calm_jax import evaluate, train, workdir
 from calm_jax.config import Config, as_dict, as_json, differing_keys, resolve
 from calm_jax.errors import UserError
-from calm_jax.heads import HEADS
+from calm_jax.heads import HEADS, LATENT_HEADS
 from configs import common
 from configs import workdir as stored
 
@@ -22,9 +27,17 @@ RECIPES = sorted(
 )
 
 
-def tree_with(changes, name="common"):
+# Those that take config arguments.
+VARIABLE = [name for name in RECIPES if name != "common" and not name.startswith("ar_")]
+BASELINES = [name for name in RECIPES if name.startswith("ar_")]
+# Latent size of the paper's autoencoders is 32 K.
+CHUNK_SIZES = [1, 2, 3, 4, 8, 16]
+
+
+def tree_with(changes, name="common", arguments=""):
     """A recipe as a plain nested dict, some of its keys set (or new) without a look at their types."""
-    tree = importlib.import_module(f"configs.{name}").get_config().to_dict()
+    get_config = importlib.import_module(f"configs.{name}").get_config
+    tree = (get_config(arguments) if arguments else get_config()).to_dict()
     tree["tokenizer"]["path"] = tree["tokenizer"]["path"] or "tokenizer.model"
     if tree["tokenizer"]["kind"] != "llama3":
         tree["tokenizer"]["path"] = ""
@@ -144,9 +157,21 @@ BAD = [
     ("eval.num_samples", {"eval.num_samples": 1}),
     ("eval.batch_size", {"eval.batch_size": 0}),
     ("eval.part_blocks", {"eval.part_blocks": 0}),
+    ("eval.start_every", {"eval.start_every": 0}),
+    ("eval.context_tokens", {"eval.context_tokens": 0}),
+    # No n-gram of four tokens fits behind the context.
+    ("eval.context_tokens", {"eval.context_tokens": 2045}),
+    ("eval.context_tokens", {"eval.context_tokens": 2048}),
+    ("eval.context_tokens", {"eval.context_tokens": 4096}),
+    ("eval.block_tokens", {"eval.block_tokens": 1024}),
     ("temperature", {"sample.temperature": 0.0}),
     ("temperature", {"sample.temperature": -1.0}),
     ("temperature", {"sample.temperature": 1.25}),
+    # A latent head can be sharpened alone, and knows no probabilities.
+    ("temperature", {"sample.temperature": 2.0}),
+    ("top_p", {"sample.top_p": 0.9}),
+    ("top_p", {"sample.top_p": 0.0}),
+    ("top_p", {"sample.top_p": 1.5}),
     ("num_candidates", {"sample.num_candidates": 0}),
     ("max_tokens", {"sample.max_tokens": 0}),
     ("prompt_alignment", {"sample.prompt_alignment": "right"}),
@@ -191,7 +216,7 @@ BAD = [
 def test_bad_value_is_refused_by_key_and_value(key, changes):
     value = next(iter(changes.values()))
     message = refusal(tree_with(changes))
-    shown = f"{value:g}" if key == "temperature" else repr(value)
+    shown = f"{value:g}" if key in ("temperature", "top_p") else repr(value)
     assert f"{key}={shown}" in message
 
 
@@ -249,14 +274,13 @@ def test_missing_key_is_named(key):
     for section in sections:
         node = node[section]
     del node[last]
-    assert refusal(tree).endswith(f"lacks the key {key}")
+    assert f"lacks the key {key}" in refusal(tree)
 
 
 def test_unknown_head_is_told_the_known_ones():
     message = refusal(tree_with({"lm.head.name": "zzz"}))
     assert message.startswith("lm.head.name='zzz'")
-    assert all(name in message for name in HEADS)
-    assert "did you mean 'energy'?" in refusal(tree_with({"lm.head.name": "enregy"}))
+    assert message.endswith(", ".join(HEADS))
 
 
 def test_head_without_a_name_is_refused():
@@ -267,6 +291,295 @@ def test_head_without_a_name_is_refused():
 
 def test_validation_files_need_training_files():
     assert "data.validation_files" in refusal(tree_with({"data.validation_files": "x.txt"}))
+
+
+# --- Variants: heads and chunk sizes as arguments of a recipe
+
+
+def variant(arguments, name="calm_m"):
+    return resolve(tree_with({}, name, arguments))
+
+
+@pytest.mark.parametrize("name", VARIABLE)
+def test_every_head_and_chunk_size_of_a_recipe_resolves(name):
+    plain = resolve(tree_with({}, name))
+    for head in LATENT_HEADS:
+        for chunk_size in CHUNK_SIZES:
+            config = variant(f"head={head},k={chunk_size}", name)
+            assert (config.lm.head.name, config.chunk_size) == (head, chunk_size)
+            assert isinstance(config.lm.head, HEADS[head][1])
+            assert config.lm.head.num_blocks == plain.lm.head.num_blocks
+            assert config.autoencoder.model.latent_size == 32 * chunk_size
+            for ours, before in ((config.autoencoder, plain.autoencoder), (config.lm, plain.lm)):
+                lost = before.data.block_tokens - ours.data.block_tokens
+                assert 0 <= lost < chunk_size and not ours.data.block_tokens % chunk_size
+            assert config.stages == ("autoencoder", "lm") and config.has_autoencoder
+
+
+@pytest.mark.parametrize("name", VARIABLE)
+def test_softmax_head_makes_a_recipe_its_autoregressive_baseline(name):
+    plain, config = resolve(tree_with({}, name)), variant("head=softmax", name)
+    assert (config.chunk_size, config.lm.head.name) == (1, "softmax")
+    assert config.stages == ("lm",) and not config.has_autoencoder
+    assert config.lm.model == plain.lm.model and config.lm.data == plain.lm.data
+    assert variant("head=softmax,k=1", name) == config
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baseline_recipes_have_no_autoencoder_stage(name):
+    config = resolve(tree_with({}, name))
+    assert (config.chunk_size, config.lm.head.name, config.stages) == (1, "softmax", ("lm",))
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baseline_recipes_see_as_many_tokens_a_step_as_calm(name):
+    ours, calm = (resolve(tree_with({}, recipe)).lm for recipe in (name, "calm_m"))
+    assert ours.data.block_tokens * ours.training.batch_size == (
+        calm.data.block_tokens * calm.training.batch_size
+    )
+    assert ours.training.num_steps == calm.training.num_steps
+
+
+def test_blocks_are_rounded_down_to_whole_chunks_and_it_is_said(capsys):
+    config = variant("k=3")
+    assert (config.autoencoder.data.block_tokens, config.lm.data.block_tokens) == (2046, 8190)
+    assert capsys.readouterr().out.splitlines() == [
+        "k=3: autoencoder.data.block_tokens=2048 becomes 2046",
+        "k=3: lm.data.block_tokens=8192 becomes 8190",
+    ]
+    assert variant("k=8").lm.data.block_tokens == 8192
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", VARIABLE)
+def test_order_of_arguments_does_not_matter(name):
+    for one, other in (
+        ("head=flow,k=8", "k=8,head=flow"),
+        ("head=softmax,k=1", "k=1,head=softmax"),
+    ):
+        assert variant(one, name) == variant(other, name)
+
+
+@pytest.mark.parametrize("name", VARIABLE)
+def test_present_head_and_chunk_size_as_arguments_change_nothing(name):
+    plain = resolve(tree_with({}, name))
+    for arguments in ("head=energy", "k=4", "head=energy,k=4"):
+        assert variant(arguments, name) == plain
+
+
+BAD_ARGUMENTS = {
+    "head=nope": "head='nope' is none of energy, diffusion, flow, softmax",
+    "k=0": "k='0' must be a number of tokens, at least 1",
+    "k=x": "k='x' must be a number of tokens, at least 1",
+    "k=-4": "k='-4' must be",
+    "k=2.5": "k='2.5' must be",
+    # The smaller of the two blocks, 2048 tokens, cannot hold two such chunks.
+    "k=1025": "k=1025: a block of autoencoder.data.block_tokens=2048 must hold at least 2 chunks",
+    "head=softmax,k=4": "k=4: head=softmax predicts single tokens",
+    "k=4,head=softmax": "k=4: head=softmax predicts single tokens",
+    "depth=3": "config argument 'depth=3': give head=NAME or k=TOKENS",
+    "flow": "config argument 'flow': give head=NAME",
+    "k=": "config argument 'k=': give",
+    "k=4,k=8": "config argument 'k=8': give head=NAME or k=TOKENS, each at most once",
+    "head=flow,k=4,head=flow": "config argument 'head=flow': give",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
+def test_bad_argument_is_refused_by_name_and_value(arguments):
+    with pytest.raises(UserError) as caught:
+        variant(arguments)
+    assert str(caught.value).startswith(BAD_ARGUMENTS[arguments])
+    assert "\n" not in str(caught.value)
+
+
+def test_the_largest_chunk_that_a_block_holds_twice_is_taken():
+    assert variant("k=1024").chunk_size == 1024
+
+
+# Arguments, what is set besides, and what the message has.
+BAD_VARIANTS = [
+    ("head=softmax", {"chunk_size": 4}, "chunk_size=4: lm.head.name='softmax'"),
+    ("head=softmax", {"stage": "autoencoder"}, "stage='autoencoder': lm.head.name='softmax'"),
+    ("head=softmax", {"autoencoder.checkpoint": "runs/x"}, "autoencoder.checkpoint='runs/x': "),
+    ("head=softmax", {"sample.temperature": -1.0}, "temperature=-1 "),
+    ("head=softmax", {"sample.top_p": 0.0}, "top_p=0 "),
+    ("head=softmax", {"lm.head.num_blocks": 4}, "no key lm.head.num_blocks"),
+    ("head=diffusion", {"lm.head.num_steps": 1}, "lm.head.num_steps=1 "),
+    ("head=diffusion", {"lm.head.num_steps": 1001}, "lm.head.num_steps=1001 "),
+    ("head=diffusion", {"lm.head.num_blocks": 0}, "lm.head.num_blocks=0 "),
+    ("head=diffusion", {"lm.head.num_samples": 0}, "lm.head.num_samples=0 "),
+    ("head=diffusion", {"sample.top_p": 0.5}, "top_p=0.5 "),
+    ("head=diffusion", {"sample.temperature": 0.0}, "temperature=0 "),
+    ("head=flow", {"lm.head.solver": "rk4"}, "lm.head.solver='rk4' is none of midpoint, euler"),
+    ("head=flow", {"lm.head.num_steps": 0}, "lm.head.num_steps=0 "),
+    ("head=flow", {"lm.head.num_steps": 1001}, "lm.head.num_steps=1001 "),
+    ("head=flow", {"lm.head.num_blocks": 0}, "lm.head.num_blocks=0 "),
+    ("head=flow", {"lm.head.num_samples": 0}, "lm.head.num_samples=0 "),
+    ("head=flow", {"sample.temperature": 2.0}, "temperature=2 "),
+    ("k=2", {"lm.data.block_tokens": 33}, "lm.data.block_tokens=33 "),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "expected"),
+    BAD_VARIANTS,
+    ids=[f"{arguments}-{next(iter(changes))}" for arguments, changes, _ in BAD_VARIANTS],
+)
+def test_what_a_head_cannot_do_is_refused(arguments, changes, expected):
+    assert expected in refusal(tree_with(changes, "calm_m", arguments))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
+def test_softmax_takes_every_temperature_and_top_p(temperature):
+    changes = {"sample.temperature": temperature, "sample.top_p": 0.9}
+    sample = resolve(tree_with(changes, "calm_m", "head=softmax")).sample
+    assert (sample.temperature, sample.top_p) == (temperature, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("head", "changes"),
+    [
+        ("diffusion", {"lm.head.num_steps": 2}),
+        ("diffusion", {"lm.head.num_steps": 1000}),
+        ("flow", {"lm.head.num_steps": 1, "lm.head.solver": "euler"}),
+        ("flow", {"lm.head.num_steps": 1000}),
+        ("energy", {"eval.context_tokens": 2044}),
+    ],
+)
+def test_bounds_of_the_heads_belong_to_their_range(head, changes):
+    resolve(tree_with(changes, "calm_m", f"head={head}"))
+
+
+def test_another_head_or_chunk_size_is_another_model():
+    plain = as_dict(resolve(tree_with({})))
+    for arguments in ("head=diffusion", "head=flow", "head=softmax"):
+        keys = [key for key, *_ in differing_keys(as_dict(variant(arguments)), plain, False)]
+        assert "lm.head.name" in keys
+    keys = [key for key, *_ in differing_keys(as_dict(variant("k=8")), plain, False)]
+    assert keys == ["chunk_size", "autoencoder.model.latent_size"]
+
+
+# --- Sizes
+
+LLAMA = types.SimpleNamespace(vocab_size=128257, pad_id=128256)
+
+
+def count(task):
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+def count_lm(config):
+    return count(workdir.make_lm_task(config, LLAMA, config.eval.published))
+
+
+def linear(inputs, outputs):
+    return inputs * outputs + outputs
+
+
+def transformer(config):
+    d, f = config.lm.model.hidden_size, config.lm.model.intermediate_size
+    return config.lm.model.num_layers * (4 * d * d + 3 * d * f + 2 * d) + d
+
+
+def chunk_embedding(config):
+    d, k = config.lm.model.hidden_size, config.chunk_size
+    return LLAMA.vocab_size * d + linear(k * d, 2 * d) + linear(2 * d, d) + 2 * d
+
+
+def modulated_mlp(config, output):
+    """The diffusion and the flow head's network: 256 features of time, the condition, the blocks."""
+    d, z = config.lm.model.hidden_size, config.autoencoder.model.latent_size
+    block = linear(d, 3 * d) + 2 * d + 2 * linear(d, d)
+    ends = linear(256, d) + 2 * linear(d, d) + linear(z, d) + linear(d, 2 * d) + linear(d, output)
+    return ends + config.lm.head.num_blocks * block
+
+
+def energy_head(config):
+    d, z, e = (
+        config.lm.model.hidden_size,
+        config.autoencoder.model.latent_size,
+        config.lm.head.noise_size,
+    )
+    block = 2 * d + linear(2 * d, d) + linear(d, d) + linear(d, 2 * d) + linear(d, d)
+    ends = linear(e, d) + linear(d, d) + 3 * 2 * d + linear(d, d) + linear(d, z)
+    return ends + config.lm.head.num_blocks * block
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    # The paper says 849M of the last; its sizes make 847.0M.
+    [("ar_s", "282.0M"), ("ar_m", "465M"), ("ar_l", "847.0M")],
+)
+def test_baselines_have_the_published_number_of_parameters(name, published):
+    ours = count_lm(resolve(tree_with({}, name)))
+    assert published in (f"{ours / 1e6:.1f}M", f"{ours / 1e6:.0f}M")
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baselines_have_a_transformer_and_two_tables(name):
+    config = resolve(tree_with({}, name))
+    tables = 2 * LLAMA.vocab_size * config.lm.model.hidden_size
+    assert count_lm(config) == transformer(config) + tables
+
+
+@pytest.mark.parametrize("name", VARIABLE)
+@pytest.mark.parametrize(
+    "arguments", ["head=diffusion", "head=flow", "head=softmax", "k=1", "head=flow,k=16"]
+)
+def test_variants_have_the_parameters_of_their_parts_and_no_others(name, arguments):
+    config = variant(arguments, name)
+    latent, width = config.autoencoder.model.latent_size, config.lm.model.hidden_size
+    parts = {
+        "energy": lambda: chunk_embedding(config) + energy_head(config),
+        "diffusion": lambda: chunk_embedding(config) + modulated_mlp(config, 2 * latent),
+        "flow": lambda: chunk_embedding(config) + modulated_mlp(config, latent),
+        "softmax": lambda: 2 * LLAMA.vocab_size * width,
+    }
+    assert count_lm(config) == transformer(config) + parts[config.lm.head.name]()
+
+
+@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+def test_chunk_size_changes_four_layers_of_the_autoencoder(chunk_size):
+    """To and from the latent, and between one chunk and its K tokens."""
+
+    def of(k):
+        d, z = 512, 32 * k
+        return linear(k * d, d) + linear(d, k * d) + linear(d, 2 * z) + linear(z, d)
+
+    ours, four = (
+        count(workdir.make_autoencoder_task(variant(f"k={k}"), LLAMA)) for k in (chunk_size, 4)
+    )
+    assert ours - four == of(chunk_size) - of(4)
+
+
+# --- What does not know the model
+
+
+@pytest.mark.parametrize("module", [train, evaluate])
+def test_training_and_evaluation_know_no_model_head_or_task(module):
+    """Only `Task`, what they need of all of them."""
+    tree = ast.parse(pathlib.Path(module.__file__).read_text(encoding="utf-8"))
+    imported, names = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    own = {name for name in imported if name.startswith("calm_jax")}
+    assert "calm_jax.tasks.Task" in own
+    forbidden = ("calm_jax.heads", "calm_jax.models", "calm_jax.workdir", "calm_jax.recipe")
+    assert not {name for name in own if name.startswith(forbidden)}
+    concrete = {"CalmTask", "ArTask", "AutoencoderTask", "LmTask"}
+    assert not {name.rpartition(".")[2] for name in own} & concrete
+    assert not names & (concrete | {*HEADS, "autoencoder", "lm"})
 
 
 # --- Stored configs

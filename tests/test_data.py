@@ -7,12 +7,14 @@ import pathlib
 import numpy as np
 import pytest
 
+from calm_jax.config import resolve
 from calm_jax.data import corpus as corpus_lib
 from calm_jax.data.corpus import DataConfig, Document, is_held_out, load_corpus
 from calm_jax.data.pipeline import (
     MASKED,
     BlockConfig,
     Blocks,
+    document_windows,
     encode_documents,
     evaluation_batches,
     pack,
@@ -20,6 +22,8 @@ from calm_jax.data.pipeline import (
 )
 from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
+from calm_jax.packed import Text, read_corpus
+from tests import tiny_recipe
 
 BYTES = ByteTokenizer(b"")
 BOS, EOS, PAD = BYTES.bos_id, BYTES.eos_id, BYTES.pad_id
@@ -285,14 +289,15 @@ def test_encoding_keeps_the_order_of_many_documents():
 def test_packing_by_hand(eos, align, expected):
     documents = [[1, 2, 3], [4], [5, 6, 7, 8]]
     blocks = packed(documents, block_config(eos=eos, align=align))
-    assert blocks.num_valid == len(expected)
+    assert blocks.num_valid.sum() == len(expected)
+    assert (blocks.num_valid[:-1] == 8).all()
     assert blocks.tokens.shape == (-(-len(expected) // 8), 8)
     assert blocks.tokens.dtype == np.int32
     assert blocks.tokens.reshape(-1)[: len(expected)].tolist() == expected
 
     dropped = packed(documents, block_config(eos=eos, align=align), keep_remainder=False)
     whole = len(expected) // 8
-    assert dropped.num_valid == 8 * whole
+    assert dropped.num_valid.tolist() == [8] * whole
     np.testing.assert_array_equal(dropped.tokens, blocks.tokens[:whole])
 
 
@@ -372,9 +377,10 @@ def test_no_token_is_lost_and_aligned_chunks_hold_one_document(seed, align):
         token for ids in documents for token in ([BOS, *ids, EOS] if eos else [BOS, *ids])
     ]
     # Filler follows all text.
-    assert (targets[: blocks.num_valid] != MASKED).all()
-    assert (targets[blocks.num_valid :] == MASKED).all()
-    assert len(targets) - blocks.num_valid < config.block_tokens
+    num_valid = blocks.num_valid.sum()
+    assert (targets[:num_valid] != MASKED).all()
+    assert (targets[num_valid:] == MASKED).all()
+    assert len(targets) - num_valid < config.block_tokens
     if align:
         owner = np.cumsum(targets == BOS)
         for chunk, owners in zip(
@@ -383,13 +389,185 @@ def test_no_token_is_lost_and_aligned_chunks_hold_one_document(seed, align):
             assert len(set(owners[(chunk != PAD) & (chunk != MASKED)])) <= 1
 
 
+# --- Windows of equal context -------------------------------------------------------------------
+
+
+def test_blocks_are_ragged():
+    tokens = np.arange(20, dtype=np.int32).reshape(4, 5)
+    blocks = Blocks(tokens.copy(), np.array([5, 2, 0, 4]))
+    for index, valid in enumerate([5, 2, 0, 4]):
+        assert blocks[index]["tokens"].tolist() == tokens[index].tolist()
+        targets = blocks[index]["targets"].tolist()
+        assert targets == tokens[index, :valid].tolist() + [MASKED] * (5 - valid)
+    # The masks are the targets' alone.
+    np.testing.assert_array_equal(blocks.tokens, tokens)
+
+
+def test_batches_of_ragged_blocks_keep_their_masks():
+    blocks = Blocks(np.arange(24, dtype=np.int32).reshape(6, 4), np.array([4, 1, 3, 0, 2, 4]))
+    (first, _), (second, index) = evaluation_batches(blocks, range(6), 4, 0, 1)
+    targets = np.concatenate([first["targets"], second["targets"][index >= 0]])
+    np.testing.assert_array_equal((targets != MASKED).sum(1), blocks.num_valid)
+
+
+def windows_of(documents, block=8, context=3, unit=4, eos=False) -> Blocks:
+    whole = [np.asarray([BOS, *ids, *[EOS] * eos], np.int32) for ids in documents]
+    return document_windows(whole, PAD, block, context, unit)
+
+
+def numbered_documents(lengths) -> list[np.ndarray]:
+    """Documents in which no token occurs twice, in none of the others either."""
+    ends = np.cumsum(lengths)
+    return [np.arange(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+
+
+LENGTHS = [40, 1, 7, 8, 3, 2, 12, 13, 14, 0, 25]
+
+
+@pytest.mark.parametrize("eos", [False, True])
+@pytest.mark.parametrize("block, context", [(8, 3), (8, 1), (8, 4), (16, 12), (12, 2), (7, 3)])
+def test_each_token_after_the_context_is_scored_once_behind_its_true_text(block, context, eos):
+    documents = numbered_documents(LENGTHS)
+    # Ids of bos and eos may be those of tokens here: what counts is a token's document and place.
+    texts = [[BOS, *ids.tolist(), *[EOS] * eos] for ids in documents]
+    blocks = windows_of(documents, block, context, eos=eos)
+    rows = [
+        row[:valid].tolist() for row, valid in zip(blocks.tokens, blocks.num_valid, strict=True)
+    ]
+    scored = []
+    for text_index, text in enumerate(texts):
+        place = 0
+        while place + context < len(text):
+            row = rows.pop(0)
+            assert row == text[place : place + block]
+            for offset in range(context, len(row)):
+                # At least so much context, all of it from just before the token in its document.
+                assert row[:offset] == text[place : place + offset]
+                scored.append((text_index, place + offset))
+            place += block - context
+    assert not rows
+    assert scored == [
+        (index, place) for index, text in enumerate(texts) for place in range(context, len(text))
+    ]
+
+
+@pytest.mark.parametrize("unit", [1, 2, 4, 8, 12, 16])
+def test_windows_depend_on_the_chunk_size_in_their_masked_filler_alone(unit):
+    documents = numbered_documents(LENGTHS)
+    one, other = windows_of(documents, unit=1), windows_of(documents, unit=unit)
+    assert other.tokens.shape == (len(one), 8 + -8 % unit)
+    np.testing.assert_array_equal(one.num_valid, other.num_valid)
+    for index, valid in enumerate(other.num_valid):
+        assert other.tokens[index, :valid].tolist() == one.tokens[index, :valid].tolist()
+        assert (other.tokens[index, valid:] == PAD).all()
+        assert (other[index]["targets"][valid:] == MASKED).all()
+        assert (other[index]["targets"][:valid] != MASKED).all()
+
+
+def test_documents_without_a_token_after_the_context_have_no_window():
+    # bos counts: 3 tokens of context are bos and two of the text.
+    assert len(windows_of([[1, 2], [1], []])) == 0
+    assert windows_of([[1, 2], [5, 6, 7]]).tokens.tolist() == [[BOS, 5, 6, 7] + [PAD] * 4]
+    assert windows_of([[1, 2]], eos=True).tokens.tolist() == [[BOS, 1, 2, EOS] + [PAD] * 4]
+
+
+# --- The text of a recipe -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text_files(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("windows")
+    rng = np.random.default_rng(0)
+    for number in range(9):
+        words = rng.choice(["def", "self", "return", "(", ")", "x"], size=60 + 37 * number)
+        (folder / f"{number}.txt").write_text(" ".join(words))
+    return f"{folder}/*.txt"
+
+
+def recipe_text(files, arguments, **changes) -> Text:
+    """The tiny recipe's text; documents side by side as the published code packs them."""
+    tree = tiny_recipe.get_config(f"{files},{arguments}")
+    tree.lm.data.align_documents_to_chunks = False
+    tree.lm.data.front_fill = "none"
+    tree.update_from_flattened_dict(changes)
+    config = resolve(tree)
+    return Text(config, read_corpus(config), BYTES)
+
+
+def scored_ngrams(text: Text) -> tuple[list, list]:
+    """The n-grams of the equal-context protocol, sorted, and how many count for each n."""
+    ngrams_BP4, counted_BP4 = text._scored(text.windows(), text._config.eval.equal_context)
+    return sorted(ngrams_BP4[counted_BP4[..., -1]].tolist()), counted_BP4.sum((0, 1)).tolist()
+
+
+def ngrams_by_hand(text: Text, context: int, every: int) -> tuple[list, list]:
+    """From the documents alone: at every multiple of `every` tokens from `context` on."""
+    ngrams, counts = [], [0] * 4
+    for ids in text._encoded["validation"]:
+        document = [BOS, *ids.tolist(), EOS]
+        for place in range(context, len(document), every):
+            ngram = document[place : place + 4]
+            ngrams += [ngram] if len(ngram) == 4 else []
+            counts = [count + (len(ngram) >= n) for n, count in enumerate(counts, 1)]
+    return sorted(ngrams), counts
+
+
+@pytest.mark.parametrize(
+    "variant", ["k=1", "k=2", "k=4", "k=8", "k=16", "head=softmax", "head=flow,k=8"]
+)
+def test_equal_context_scores_the_same_ngrams_for_every_model(text_files, variant):
+    text = recipe_text(text_files, variant)
+    expected = ngrams_by_hand(text, 16, 4)
+    assert expected[0] and scored_ngrams(text) == expected
+
+
+@pytest.mark.parametrize("variant", ["k=1", "k=2", "k=3", "k=4", "k=6", "head=softmax"])
+def test_a_start_every_12_tokens_is_one_for_chunks_of_three_too(text_files, variant):
+    changes = {"eval.start_every": 12, "eval.context_tokens": 12, "eval.block_tokens": 48}
+    text = recipe_text(text_files, variant, **changes)
+    expected = ngrams_by_hand(text, 12, 12)
+    assert expected[0] and scored_ngrams(text) == expected
+
+
+@pytest.mark.parametrize("variant", ["k=1", "k=2", "k=8", "k=16", "head=softmax"])
+def test_equal_context_floor_is_one_for_every_model(text_files, variant):
+    ours, expected = (recipe_text(text_files, v).equal_context_floor() for v in (variant, "k=4"))
+    assert 0 < expected.brierlm < 100 and ours == expected
+
+
+def test_equal_context_floor_is_one_for_every_chunk_size_when_chunks_are_aligned(text_files):
+    changes = {"lm.data.align_documents_to_chunks": True, "lm.data.front_fill": "random"}
+    floors = [
+        recipe_text(text_files, variant, **changes).equal_context_floor().brierlm
+        for variant in ("k=1", "k=2", "k=4", "k=8", "head=softmax")
+    ]
+    assert len(set(floors)) == 1
+
+
+@pytest.mark.parametrize("variant", ["k=4", "k=16", "head=softmax"])
+def test_context_longer_than_every_document_is_refused(text_files, variant):
+    changes = {"eval.context_tokens": 5000, "eval.block_tokens": 6000}
+    text = recipe_text(text_files, variant, **changes)
+    longest = max(len(ids) for ids in text._encoded["validation"]) + 2
+    with pytest.raises(
+        UserError, match=rf"eval\.context_tokens=5000: .* {longest} tokens"
+    ) as caught:
+        text.windows()
+    assert "\n" not in str(caught.value)
+
+
+def test_starts_that_no_window_has_are_refused(text_files):
+    with pytest.raises(UserError, match=r"nothing to score .* eval\.start_every=1000"):
+        recipe_text(text_files, "k=4", **{"eval.start_every": 1000}).windows()
+
+
 # --- Batches ------------------------------------------------------------------------------------
 
 
 def numbered(num_blocks: int) -> Blocks:
     """Blocks of two tokens whose first token is the block's index."""
     tokens = np.stack([np.arange(num_blocks), np.full(num_blocks, 7)], axis=1).astype(np.int32)
-    return Blocks(tokens, tokens.size)
+    return Blocks(tokens, np.full(len(tokens), tokens.shape[1]))
 
 
 def take(iterator, number: int) -> list[np.ndarray]:

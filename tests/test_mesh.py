@@ -17,6 +17,7 @@ import configs
 from calm_jax import mesh, optim, workdir
 from calm_jax.config import resolve
 from calm_jax.errors import UserError
+from calm_jax.heads import HEADS
 
 RECIPES = sorted(
     path.stem
@@ -27,14 +28,23 @@ LLAMA = types.SimpleNamespace(vocab_size=128257, pad_id=128256)
 MILLION = 10**6
 
 
-def shapes_of(name):
-    """Every parameter of both stages of a recipe, as shapes by path."""
-    tree = importlib.import_module(f"configs.{name}").get_config()
+# Arguments of each recipe that takes some, besides the recipe as it is. CALM-M, with more of them, stands for
+# the rest: a head's parameters have the same names in all recipes.
+VARIANTS = ("head=diffusion,k=16", "head=softmax")
+MORE_VARIANTS = ("head=diffusion", "head=flow,k=1", "k=2", "k=8")
+
+
+def shapes_of(name, arguments=""):
+    """Every parameter of the stages of a recipe, as shapes by path."""
+    get_config = importlib.import_module(f"configs.{name}").get_config
+    tree = get_config(arguments) if arguments else get_config()
     tree.tokenizer.path = "tokenizer.model"
     config = resolve(tree)
-    tasks = (workdir.make_autoencoder_task(config, LLAMA), workdir.make_lm_task(config, LLAMA))
+    tasks = {"lm": workdir.make_lm_task(config, LLAMA, config.eval.published)}
+    if config.has_autoencoder:
+        tasks["autoencoder"] = workdir.make_autoencoder_task(config, LLAMA)
     shapes = {}
-    for stage, task in zip(("autoencoder", "lm"), tasks, strict=True):
+    for stage, task in tasks.items():
         params = jax.eval_shape(task.init, jax.random.key(0))
         shapes |= {
             f"{stage}/{path}": leaf.shape
@@ -45,7 +55,20 @@ def shapes_of(name):
 
 @pytest.fixture(scope="module")
 def parameters():
-    return {name: shapes_of(name) for name in RECIPES}
+    shapes = {name: shapes_of(name) for name in RECIPES}
+    for name in RECIPES:
+        if name != "common" and not name.startswith("ar_"):
+            variants = VARIANTS + MORE_VARIANTS * (name == "calm_m")
+            shapes |= {f"{name}:{variant}": shapes_of(name, variant) for variant in variants}
+    return shapes
+
+
+@pytest.fixture(scope="module")
+def heads(parameters):
+    """One recipe's parameters with each head."""
+    names = {"energy": "calm_m", "diffusion": "calm_m:head=diffusion", "softmax": "ar_m"}
+    names["flow"] = "calm_m:head=flow,k=1"
+    return {head: parameters[name] for head, name in names.items()}
 
 
 def matching(path):
@@ -80,11 +103,30 @@ def test_every_large_parameter_is_split(parameters):
     assert large > 50
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_every_large_parameter_of_a_head_is_split(heads, head):
+    """Over both axes, but for the vocabulary of the softmax, which divides by nothing."""
+    large = {
+        path: shape
+        for path, shape in heads[head].items()
+        if "head/" in path and math.prod(shape) > MILLION
+    }
+    assert large
+    eight = AbstractMesh((1, 4, 2), mesh.AXES)
+    for path, shape in large.items():
+        split = [axis for axis in mesh.spec_of(path, shape, eight) if axis]
+        assert sorted(split) == (["fsdp"] if head == "softmax" else ["fsdp", "tensor"]), path
+
+
 def test_stacked_layers_are_never_split_over_layers(parameters):
-    for path, shape in parameters["calm_m"].items():
-        if re.search(r"(layers|blocks)/", path):
-            spec = mesh.RULES[matching(path)][1]
-            assert not spec or spec[0] is None, (path, shape, spec)
+    stacked = 0
+    for shapes in parameters.values():
+        for path, shape in shapes.items():
+            if re.search(r"(layers|blocks)/", path):
+                stacked += 1
+                spec = mesh.RULES[matching(path)][1]
+                assert not spec or spec[0] is None, (path, shape, spec)
+    assert stacked
 
 
 def test_an_axis_that_does_not_divide_is_not_split():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from calm_jax import workdir
+from calm_jax.brier import Protocol
 from calm_jax.config import resolve
 from calm_jax.data.pipeline import MASKED
 from calm_jax.errors import UserError
@@ -57,7 +58,7 @@ def calm_task(dtype=jnp.float32, **body):
     config = dataclasses.replace(BODY, **body)
     head = EnergyHead(HEAD, D, Z, EPSILON, dtype)
     model = CALM(config, head, V, PAD, dtype)
-    return CalmTask(model, autoencoder_task().model, num_eval_samples=2)
+    return CalmTask(model, autoencoder_task().model, Protocol(num_samples=2))
 
 
 def random_params(task, seed=0):
@@ -201,9 +202,8 @@ def test_bfloat16_arithmetic_gives_close_float32_results():
         @jax.jit
         def forward():
             h_BLD, _ = task.model.apply({"params": params}, tokens, method="hidden")
-            latents = task.model.apply(
-                {"params": params}, h_BLD.reshape(-1, D), noise, method="latents"
-            )
+            head = {"params": params["head"]}
+            latents = task.model.head.apply(head, h_BLD.reshape(-1, D), noise)
             variables, model = {"params": encoder_params}, autoencoder.model
             posterior = model.apply(variables, tokens.reshape(-1, K), method="encode")
             logits = model.apply(variables, posterior.mean, method="decode")
@@ -307,7 +307,7 @@ def test_head_with_shared_work_equals_the_naive_head():
     params = random_params(task)
     h_PD = rng.normal(size=(3, D)).astype(np.float32)
     noise_PNE = rng.uniform(-0.5, 0.5, (3, N, E)).astype(np.float32)
-    ours = task.model.apply({"params": params}, h_PD, noise_PNE, method="latents")
+    ours = task.model.head.apply({"params": params["head"]}, h_PD, noise_PNE)
     assert_close(ours, naive_head(params, h_PD, noise_PNE))
 
 
@@ -352,7 +352,7 @@ def test_parameter_counts_are_the_published_ones(name):
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
     assert f"{count(workdir.make_autoencoder_task(config, tokenizer)) / 1e6:.1f}M" == "75.8M"
-    ours = count(workdir.make_lm_task(config, tokenizer))
+    ours = count(workdir.make_lm_task(config, tokenizer, config.eval.published))
     if PUBLISHED[name]:
         assert PUBLISHED[name] in (f"{ours / 1e6:.1f}M", f"{ours / 1e9:.3f}B")
 

@@ -39,6 +39,7 @@ WORDS = [
     ".",
     "\n",
 ]
+STAGES = ("autoencoder", "lm")
 
 
 @pytest.fixture(scope="session")
@@ -76,6 +77,7 @@ def run(*args: str, status: int = 0, **popen) -> str:
 
 
 def train(text_glob: str, workdir, *args: str, **options) -> str:
+    """`text_glob` may have config arguments after it, as in `GLOB,head=flow`."""
     recipe = f"--config=tests/tiny_recipe.py:{text_glob}"
     return run("calm_jax.main", recipe, f"--workdir={workdir}", *args, **options)
 
@@ -100,10 +102,10 @@ def params(workdir: pathlib.Path, stage: str, step: int = 12) -> dict:
         return checkpointer.restore(path.resolve())
 
 
-def assert_same_bits(ours: pathlib.Path, theirs: pathlib.Path) -> None:
+def assert_same_bits(ours: pathlib.Path, theirs: pathlib.Path, stages=STAGES) -> None:
     import jax
 
-    for stage in ("autoencoder", "lm"):
+    for stage in stages:
         left, right = params(ours, stage), params(theirs, stage)
         assert jax.tree.structure(left) == jax.tree.structure(right)
         assert all(
@@ -144,20 +146,18 @@ def test_the_same_command_twice_gives_the_same_bits(finished, text_glob, tmp_pat
     assert_same_bits(tmp_path / "run", workdir)
 
 
-@pytest.mark.slow
-def test_a_run_killed_at_random_steps_ends_with_the_same_bits(finished, text_glob, tmp_path):
-    workdir = tmp_path / "run"
+def kill_and_finish(recipe: str, workdir: pathlib.Path, kill_after: dict[str, int]) -> str:
+    """A run that is killed once in each stage, soon after a step, and then ends; what it prints then."""
     rng = np.random.default_rng(1)
     command = (
         "calm_jax.main",
-        f"--config=tests/tiny_recipe.py:{text_glob}",
+        f"--config=tests/tiny_recipe.py:{recipe}",
         f"--workdir={workdir}",
-        # A line for every step, so that the test sees where the run is.
+        # Often, so that there is something to go on from.
         "--config.autoencoder.training.checkpoint_every=2",
         "--config.lm.training.checkpoint_every=2",
     )
-    for stage in ("autoencoder", "lm"):
-        after = int(rng.integers(1, 3)) * 4
+    for stage, after in kill_after.items():
         process = start(*command)
         for line in process.stdout:
             if re.match(rf"{stage}: step {after}/", line):
@@ -166,7 +166,15 @@ def test_a_run_killed_at_random_steps_ends_with_the_same_bits(finished, text_glo
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert process.returncode == -signal.SIGKILL
-    run(*command)
+    return run(*command)
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_steps_ends_with_the_same_bits(finished, text_glob, tmp_path):
+    workdir = tmp_path / "run"
+    rng = np.random.default_rng(1)
+    steps = {stage: int(rng.integers(1, 3)) * 4 for stage in STAGES}
+    kill_and_finish(text_glob, workdir, steps)
     assert_same_bits(workdir, finished[0])
     assert metrics(workdir) == metrics(finished[0])
 
@@ -204,6 +212,96 @@ def test_evaluation_of_a_stored_config(finished):
     record = evaluate(finished[0], "--config.eval.num_samples=8")
     assert record["eval"]["num_samples"] == 8
     assert 0 < record["autoencoder"]["token_accuracy_from_mean"] <= 1
+
+
+# --- Other heads and chunk sizes
+
+# Every head but the energy head's K = 4, which the other tests run, and every K from 1 to 16 once.
+VARIANTS = ["head=diffusion,k=1", "k=2", "head=flow,k=3", "head=flow,k=8", "k=16", "head=softmax"]
+
+
+@pytest.fixture(scope="session")
+def variant_runs(text_glob, tmp_path_factory):
+    """`variant -> workdir` of an uninterrupted run, made when first asked for."""
+    folder, made = tmp_path_factory.mktemp("variants"), {}
+
+    def workdir_of(variant: str) -> pathlib.Path:
+        if variant not in made:
+            made[variant] = folder / variant
+            train(f"{text_glob},{variant}", made[variant])
+        return made[variant]
+
+    return workdir_of
+
+
+def assert_finite(values: dict) -> None:
+    for name, value in values.items():
+        # A BrierLM of 0 from a factor that is not positive has no error of its own.
+        if not isinstance(value, str) and not (name == "brierlm_error" and values["brierlm"] == 0):
+            assert value is not None and np.isfinite(value), (name, values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_head_and_chunk_size_trains_scores_and_writes(variant, variant_runs):
+    workdir = variant_runs(variant)
+    has_autoencoder = variant != "head=softmax"
+    results = json.loads((workdir / "results.json").read_text())
+    assert ("autoencoder" in results) == (workdir / "autoencoder").exists() == has_autoencoder
+    assert results["lm"]["step"] == 12 and {"lm", "floor"} <= set(results)
+    for values in results.values():
+        assert_finite(values)
+
+    record = evaluate(workdir)
+    for name in ("equal_context", "equal_context_floor"):
+        assert_finite(record[name])
+    assert ("autoencoder" in record) == has_autoencoder
+    for part in ("lm", "floor", "autoencoder")[: 2 + has_autoencoder]:
+        again = {k: v for k, v in record[part].items() if k != "seconds"}
+        assert again == {k: results[part][k] for k in again}
+
+    prompts = ("def ", "class ", "")
+    command = ["calm_jax.generate", f"--workdir={workdir}", "--temperature=1", "--max_tokens=20"]
+    text = run(*command, *(f"--prompt={prompt}" for prompt in prompts))
+    assert text.startswith("def ") and "\nclass " in text
+    # More than the prompts and the empty lines between them.
+    assert len(text) > sum(len(prompt) + 2 for prompt in prompts)
+
+
+@pytest.mark.slow
+def test_a_killed_baseline_run_goes_on_and_ends_with_the_same_bits(
+    variant_runs, text_glob, tmp_path
+):
+    uninterrupted = variant_runs("head=softmax")
+    # At step 8 the checkpoint of step 4 is whole: that of step 6 waited for it.
+    out = kill_and_finish(f"{text_glob},head=softmax", tmp_path / "run", {"lm": 8})
+    assert re.search(r"lm: resumed at step [468]\n", out)
+    assert_same_bits(tmp_path / "run", uninterrupted, ("lm",))
+    assert metrics(tmp_path / "run") == metrics(uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_baseline_takes_temperatures_that_flatten_and_top_p(variant_runs):
+    command = ("calm_jax.generate", f"--workdir={variant_runs('head=softmax')}", "--prompt=def ")
+    likeliest = [run(*command, "--temperature=0", f"--seed={seed}") for seed in (0, 1)]
+    assert likeliest[0] == likeliest[1]
+    # So small a share leaves the likeliest token alone.
+    assert run(*command, "--temperature=2", "--top_p=1e-6") == likeliest[0]
+    assert run(*command, "--temperature=2").startswith("def ")
+
+
+@pytest.mark.slow
+def test_evaluation_refuses_a_context_longer_than_every_document(variant_runs):
+    workdir = variant_runs("head=softmax")
+    error = run(
+        "calm_jax.main",
+        "--mode=eval",
+        f"--config=configs/workdir.py:{workdir}",
+        "--config.eval.context_tokens=90000",
+        "--config.eval.block_tokens=100000",
+        status=2,
+    )
+    assert "eval.context_tokens=90000: nothing to score after so much context" in error
 
 
 @pytest.mark.slow

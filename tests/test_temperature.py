@@ -206,8 +206,6 @@ def test_temperature_out_of_range_is_refused(bad):
         temperature.check_temperature(bad)
     with pytest.raises(UserError):
         temperature.split_exponent(bad)
-    with pytest.raises(UserError):
-        SamplingConfig(bad, 200, 128, "left", ("x",))
 
 
 @pytest.mark.parametrize(
@@ -295,10 +293,11 @@ def test_frequencies_over_random_pools(temperature_, num_draws, first):
 
         return jax.vmap(draw)(key_P)
 
-    model = ChunkModel(latents, lambda latent_PNZ: latent_PNZ, None, None)
+    model = ChunkModel(latents, lambda latent_PNZ: latent_PNZ, None, None, None, None)
     key_B = jax.random.split(jax.random.key(2), rows)
-    sample = jax.jit(sampling.sample_chunk, static_argnums=(0, 3, 4))
-    chunk_BK = sample(model, jnp.zeros((rows, 1)), key_B, temperature_, num_draws)
+    config = SamplingConfig(temperature_, 1.0, num_draws, 128, "left", ("x",))
+    sample = jax.jit(sampling.sample_chunk, static_argnums=(0, 3))
+    chunk_BK = sample(model, jnp.zeros((rows, 1)), key_B, config)
     observed = np.bincount(np.asarray(chunk_BK)[:, 0] == 0, minlength=2)
     assert chi_square(observed, np.array([1 - first, first])) > FALSE_ALARM
 
@@ -318,11 +317,21 @@ def test_rows_are_independent_of_their_neighbours():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"num_candidates": 0}, {"max_tokens": 0}, {"prompt_alignment": "right"}],
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"num_candidates": 0},
+        {"max_tokens": 0},
+        {"prompt_alignment": "right"},
+    ],
 )
 def test_bad_sampling_config_is_refused(changes):
     good = {
         "temperature": 0.5,
+        "top_p": 1.0,
         "num_candidates": 200,
         "max_tokens": 128,
         "prompt_alignment": "left",
@@ -362,7 +371,7 @@ def toy_empty_cache(batch, size):
     return ToyCache(jnp.zeros((batch, size, CHUNK), jnp.int32), jnp.zeros(batch, jnp.int32))
 
 
-TOY = ChunkModel(None, None, toy_advance, toy_empty_cache)
+TOY = ChunkModel(None, None, toy_advance, toy_empty_cache, None, None)
 
 
 def toy_next(h_BD, step):
@@ -469,12 +478,12 @@ def bind_random(params, frozen):
     def decode(latent_PNZ):
         return (latent_PNZ * jnp.arange(1, 1 + CHUNK)) % (VOCAB - 1)
 
-    return ChunkModel(latents, decode, toy_advance, toy_empty_cache)
+    return ChunkModel(latents, decode, toy_advance, toy_empty_cache, None, None)
 
 
 @pytest.mark.parametrize("temperature_", [1.0, 0.4])
 def test_random_rows_depend_on_their_own_key_and_prompt_alone(temperature_):
-    config = SamplingConfig(temperature_, 5, 128, "left", ("x",))
+    config = SamplingConfig(temperature_, 1.0, 5, 128, "left", ("x",))
     prompt_BLK, length_B = ragged_prompts(3)
     key_B, other_key_B = jax.random.split(jax.random.key(0), (2, 3))
 
@@ -509,13 +518,13 @@ def bind_uniform(params, frozen):
     def decode(latent_PNZ):
         return jnp.tile(latent_PNZ, (1, 1, CHUNK))
 
-    return ChunkModel(latents, decode, toy_advance, toy_empty_cache)
+    return ChunkModel(latents, decode, toy_advance, toy_empty_cache, None, None)
 
 
 def test_every_step_of_every_row_has_randomness_of_its_own():
     prompt_BLK, length_B = ragged_prompts(3)
     key_B = jax.random.split(jax.random.key(0), 3)
-    config = SamplingConfig(1.0, 1, 128, "left", ("x",))
+    config = SamplingConfig(1.0, 1.0, 1, 128, "left", ("x",))
     tokens, _ = sampling.generate_chunks(
         bind_uniform, {}, {}, prompt_BLK, length_B, key_B, 6, -1, config
     )

@@ -51,7 +51,7 @@ def make_stage(name: str, config: Config):
     if name == "autoencoder":
         return autoencoder, {}
     frozen = {"params": autoencoder.init(jax.random.key(5))}
-    return make_lm_task(config, Bytes()), frozen
+    return make_lm_task(config, Bytes(), config.eval.published), frozen
 
 
 def run_steps(name: str, steps: int, mesh_sizes: tuple[int, ...] = (1, 1, 1), **training):
@@ -182,7 +182,7 @@ def test_a_run_that_stays_nonfinite_ends_with_its_checkpoint(tmp_path):
     training = dataclasses.replace(
         config.lm.training, batch_size=2, log_every=1, checkpoint_every=2, max_nonfinite_steps=3
     )
-    blocks = Blocks(np.full((8, 32), 255, np.int32), 8 * 32)
+    blocks = Blocks(np.full((8, 32), 255, np.int32), np.full(8, 32))
     stage = Stage("lm", Fragile(), {}, blocks, None, training, config.lm.optimizer)
     mesh, log = make_mesh(config.mesh), MetricsLog(tmp_path)
     checkpointer = Checkpointer(tmp_path / "lm", 2)
@@ -207,7 +207,7 @@ def test_a_state_that_stands_still_is_never_saved(tmp_path):
     mesh = make_mesh(config.mesh)
 
     def train_on(token: int, num_steps: int) -> None:
-        blocks = Blocks(np.full((8, 32), token, np.int32), 8 * 32)
+        blocks = Blocks(np.full((8, 32), token, np.int32), np.full(8, 32))
         steps = dataclasses.replace(training, num_steps=num_steps)
         stage = Stage("lm", Fragile(), {}, blocks, None, steps, config.lm.optimizer)
         checkpointer = Checkpointer(tmp_path / "lm", 2)
@@ -230,6 +230,6 @@ def test_metrics_between_logs_survive_in_the_state():
 
 
 def test_blocks_fit_the_task():
-    blocks = Blocks(np.arange(64, dtype=np.int32).reshape(2, 32), 40)
+    blocks = Blocks(np.arange(64, dtype=np.int32).reshape(2, 32), np.array([32, 8]))
     assert (blocks[1]["targets"][:8] == np.arange(32, 40)).all()
     assert (blocks[1]["targets"][8:] == MASKED).all()

@@ -5,29 +5,14 @@ import shutil
 
 import flax.traverse_util
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 from absl import flags
 
 from calm_jax.errors import UserError
-from calm_jax.heads.energy import EnergyHead
-from calm_jax.interop import names, published, verify
-from calm_jax.models.autoencoder import Autoencoder
-from calm_jax.models.calm import CALM
-
-COVERED = {
-    "ae_k1",
-    "ae_k2",
-    "ae_k4",
-    "ae_k8",
-    "energy_k2",
-    "energy_k4",
-    "energy_k2_generate",
-    "energy_k4_generate",
-    "temperature",
-}
+from calm_jax.interop import models, names, published, verify
+from calm_jax.tasks import AutoencoderTask
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,24 +70,35 @@ def assert_one_line_error(capsys, *parts):
 def test_every_golden_quantity_agrees(golden):
     rows, unknown = verify.verify(golden)
     assert [row for row in rows if not row.passed] == []
-    cases = {row.case for row in rows}
-    assert cases >= COVERED
-    # Whatever is not compared is named.
-    assert cases | set(unknown) == {file.stem for file in golden.glob("*.npz")}
-    assert not cases & set(unknown)
+    assert unknown == []
+    assert {row.case for row in rows} == {file.stem for file in golden.glob("*.npz")}
 
     # Every recorded gradient was compared, and what makes a model was.
     compared = {(row.case, row.quantity) for row in rows}
-    for case in sorted(COVERED):
-        with np.load(golden / f"{case}.npz") as arrays:
+    for file in golden.glob("*.npz"):
+        with np.load(file) as arrays:
             for key in arrays.files:
                 if key.startswith("grad/"):
-                    assert (case, f"gradient {key.removeprefix('grad/')}") in compared
+                    assert (file.stem, f"gradient {key.removeprefix('grad/')}") in compared
     for case in ("energy_k2", "energy_k4"):
         for quantity in ("hidden states", "head draws", "energy score", "training loss"):
             assert (case, quantity) in compared
-    assert ("energy_k4", "Brier 1 to 4") in compared
+    for case in ("energy_k2", "energy_k4", "ar"):
+        assert (case, "Brier 1 to 4") in compared
     assert {("energy_k2_generate", "tokens"), ("energy_k4_generate", "tokens")} <= compared
+    assert {("ar", "greedy tokens"), ("ar", "logits"), ("ar", "loss")} <= compared
+    for case, quantities in {
+        "diffusion_head": ("network", "variational bound", "loss", "sampling, noise x 1"),
+        "flow_head": (
+            "velocity",
+            "loss",
+            "sampling, 10 midpoint steps",
+            "sampling, 20 euler steps",
+        ),
+        "diffusion_model": ("training loss",),
+        "flow_model": ("training loss",),
+    }.items():
+        assert {(case, quantity) for quantity in quantities} <= compared
 
 
 def test_sound_copy_passes(copied, capsys):
@@ -332,32 +328,34 @@ def test_arithmetic_that_is_not_ours_is_refused_by_name(ours, theirs, golden, tm
 
 
 def model_and_rows(folder):
-    """A golden checkpoint's model, the call that initialises it, and its table of names."""
-    config = published.PublishedConfig(folder)
-    key, vocab_size = jax.random.key(0), config["vocab_size"]
-    if config.architecture == published.AUTOENCODER:
-        model = Autoencoder(config.autoencoder(), vocab_size, config["patch_size"], jnp.float32)
-        arguments = (jnp.zeros((1, config["patch_size"]), jnp.int32),)
-        return model, (key, *arguments), names.autoencoder_rows(config.autoencoder())
-    body, head = config.transformer(), config.energy_head(num_target_samples=1)
-    head_module = EnergyHead(
-        head, body.hidden_size, config["latent_size"], body.norm_epsilon, jnp.float32
-    )
-    model = CALM(body, head_module, vocab_size, config["pad_token_id"], jnp.float32)
-    tokens = jnp.zeros((1, 1, config["patch_size"]), jnp.int32)
-    rows = [*names.backbone_rows(body), *names.energy_head_rows(head.num_blocks)]
-    return model, (key, tokens, jax.random.split(key, 1)), rows
+    """A golden checkpoint's parameters, the shapes that its task initialises, and its table of names."""
+    if published.PublishedConfig(folder).architecture == published.AUTOENCODER:
+        autoencoder = models.PublishedAutoencoder(folder)
+        task = AutoencoderTask(autoencoder.model, 0)
+        params, rows = autoencoder.variables["params"], autoencoder.rows
+    else:
+        lm = models.PublishedLm(folder)
+        task, params, rows = lm.task, lm.params, lm.rows
+    return params, jax.eval_shape(task.init, jax.random.key(0)), rows
 
 
-CHECKPOINTS = ["ae_k1", "ae_k2", "ae_k4", "ae_k8", "energy_k2", "energy_k4"]
+CHECKPOINTS = [
+    "ae_k1",
+    "ae_k2",
+    "ae_k4",
+    "ae_k8",
+    "energy_k2",
+    "energy_k4",
+    "diffusion",
+    "flow",
+    "ar",
+]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_parameters_go_to_published_names_and_back_bit_for_bit(name, golden):
-    model, arguments, rows = model_and_rows(golden / name)
+    params, made, rows = model_and_rows(golden / name)
     tensors = published.read_tensors(golden / name)
-    made = jax.eval_shape(model.init, *arguments)["params"]
-    params = names.read_parameters(rows, tensors, made)
     written = names.write_parameters(rows, params)
     for published_name, tensor in written.items():
         assert tensor.dtype == tensors[published_name].dtype
@@ -384,9 +382,8 @@ def test_parameters_go_to_published_names_and_back_bit_for_bit(name, golden):
 def test_a_linear_is_stored_as_the_transpose(golden):
     config = published.PublishedConfig(golden / "energy_k4")
     heads, width = config["num_attention_heads"], config["hidden_size"]
-    model, arguments, rows = model_and_rows(golden / "energy_k4")
+    params, _, _ = model_and_rows(golden / "energy_k4")
     tensors = published.read_tensors(golden / "energy_k4")
-    params = names.read_parameters(rows, tensors, jax.eval_shape(model.init, *arguments)["params"])
     attention = params["backbone"]["layers"]["attention"]
     x = np.random.default_rng(0).normal(size=width)
 

@@ -1,18 +1,19 @@
-"""A recipe of seconds, for tests: `tests/tiny_recipe.py:GLOB` reads the text files of GLOB."""
+"""A recipe of seconds, for tests: `tests/tiny_recipe.py:GLOB[,head=...,k=...]` reads the text files of GLOB."""
 
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from configs import common, quickstart
 
 
-def get_config(train_files: str) -> ConfigDict:
+def get_config(arguments: str) -> ConfigDict:
+    train_files, _, changes = arguments.partition(",")
     config = quickstart.get_config()
     config.data.train_files = train_files
     config.data.holdout_every = 3
     config.tokenizer.kind = "bytes"
     config.autoencoder.min_accuracy = 0.0
     model = config.autoencoder.model
-    model.latent_size, model.hidden_size, model.intermediate_size = 8, 16, 24
+    model.hidden_size, model.intermediate_size = 16, 24
     model = config.lm.model
     model.hidden_size, model.intermediate_size, model.num_layers = 16, 24, 2
     model.num_heads, model.num_kv_heads = 2, 2
@@ -32,4 +33,10 @@ def get_config(train_files: str) -> ConfigDict:
     config.eval.part_blocks = 3
     config.sample.num_candidates = 8
     config.sample.max_tokens = 8
+    config.eval.context_tokens = 16
+    config.eval.block_tokens = 32
+    common.variant(config, changes)
+    config.autoencoder.model.latent_size = 2 * config.chunk_size
+    if config.lm.head.name == "diffusion":
+        config.lm.head.num_steps = 4
     return config

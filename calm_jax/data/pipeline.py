@@ -34,21 +34,20 @@ class BlockConfig:
 class Blocks:
     """Packed token blocks: a random-access source of {"tokens", "targets"}, int32 [T] each.
 
-    tokens: [blocks, T]. num_valid: how many tokens, counted over all blocks in order, are text;
-    the rest of the last block is filler, whose targets are MASKED.
+    tokens: [blocks, T]. num_valid: [blocks], how many of a block's tokens are text; the rest are
+    filler, whose targets are MASKED.
     """
 
     tokens: np.ndarray
-    num_valid: int
+    num_valid: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        tokens = self.tokens[index]
-        valid = self.num_valid - index * tokens.size
-        targets = tokens if valid >= tokens.size else tokens.copy()
-        targets[max(valid, 0) :] = MASKED
+        tokens, valid = self.tokens[index], self.num_valid[index]
+        targets = tokens if valid == tokens.size else tokens.copy()
+        targets[valid:] = MASKED
         return {"tokens": tokens, "targets": targets}
 
 
@@ -96,10 +95,36 @@ def pack(
             "data.block_tokens"
         )
     num_blocks = -(-len(flat) // block) if keep_remainder else len(flat) // block
-    num_valid = min(len(flat), num_blocks * block)
-    filler = np.full(num_blocks * block - num_valid, tokenizer.pad_id, np.int32)
-    tokens = np.concatenate([flat[:num_valid], filler]).reshape(num_blocks, block)
-    return Blocks(tokens, num_valid)
+    return _filled(
+        [flat[i * block : (i + 1) * block] for i in range(num_blocks)], block, tokenizer.pad_id
+    )
+
+
+def _filled(rows: Sequence[np.ndarray], block: int, pad_id: int) -> Blocks:
+    """Rows of at most `block` tokens as blocks."""
+    tokens = np.full((len(rows), block), pad_id, np.int32)
+    for filled, row in zip(tokens, rows, strict=True):
+        filled[: len(row)] = row
+    return Blocks(tokens, np.asarray([len(row) for row in rows]))
+
+
+def document_windows(
+    documents: Sequence[np.ndarray], pad_id: int, block_tokens: int, context_tokens: int, unit: int
+) -> Blocks:
+    """Windows of `block_tokens` over each document for itself.
+
+    Each begins `block_tokens - context_tokens` after the one before, so that what follows its first
+    `context_tokens` is in no other. Which tokens these are, and what precedes each of them in its window, does
+    not depend on the chunk size, for which filler is added up to a multiple of `unit`. A document without a
+    token after the first `context_tokens` has no window.
+    """
+    stride = block_tokens - context_tokens
+    rows = [
+        document[start : start + block_tokens]
+        for document in documents
+        for start in range(0, len(document) - context_tokens, stride)
+    ]
+    return _filled(rows, block_tokens + -block_tokens % unit, pad_id)
 
 
 class _ProcessRows(grain.MapDataset):

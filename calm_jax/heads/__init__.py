@@ -3,10 +3,21 @@
 A latent head is a Flax module with
   `loss(h_PD, posterior, key_P)` -> [P], the loss of each position against the autoencoder's posterior, and
   `sample(h_PD, num_draws, key_P)` -> [P, N, Z], draws of the next chunk's latent.
+The softmax head has the same two over tokens, and `log_probs`; it makes another model of the
+transformer, without an autoencoder.
 Random numbers of a position come from its own key, so that splitting positions over devices,
 processes or microbatches changes nothing.
 """
 
+from calm_jax.heads.diffusion import DiffusionHead, DiffusionHeadConfig
 from calm_jax.heads.energy import EnergyHead, EnergyHeadConfig
+from calm_jax.heads.flow import FlowHead, FlowHeadConfig
+from calm_jax.heads.softmax import SoftmaxHead, SoftmaxHeadConfig
 
-HEADS = {"energy": (EnergyHead, EnergyHeadConfig)}
+LATENT_HEADS = {
+    "energy": (EnergyHead, EnergyHeadConfig),
+    "diffusion": (DiffusionHead, DiffusionHeadConfig),
+    "flow": (FlowHead, FlowHeadConfig),
+}
+HEADS = LATENT_HEADS | {"softmax": (SoftmaxHead, SoftmaxHeadConfig)}
+HeadConfig = EnergyHeadConfig | DiffusionHeadConfig | FlowHeadConfig | SoftmaxHeadConfig

@@ -1,6 +1,6 @@
 """The softmax head of the autoregressive baseline: probabilities of the next token.
 
-P positions, N draws, V vocabulary.
+B rows, L tokens of each, P positions, N draws, V vocabulary.
 """
 
 import dataclasses
@@ -45,17 +45,18 @@ class SoftmaxHead(nn.Module):
         """Log-probabilities of the next token, [P, V] float32."""
         return jax.nn.log_softmax(self.logits(h_PD))
 
-    def loss(self, h_PD: Array, target_P: Array, block: int) -> Array:
-        """Cross-entropy of each position in nats, [P]; the logits of `block` positions are held at once.
+    def loss(self, h_BLD: Array, target_BL: Array, block: int) -> Array:
+        """Cross-entropy of each position in nats, [B, L]; logits of `block` positions of every row are held at once.
 
         They are computed again for the gradient. A negative target (masked) gives 0.
         """
 
         def of_position(xs: tuple[Array, Array]) -> Array:
-            h_D, target = xs
-            return cross_entropy(self.logits(h_D)[None, None], target[None, None])[0, 0]
+            h_BD, target_B = xs
+            return cross_entropy(self.logits(h_BD)[:, None], target_B[:, None])[:, 0]
 
-        return jax.lax.map(jax.checkpoint(of_position), (h_PD, target_P), batch_size=block)
+        over_L = (h_BLD.swapaxes(0, 1), target_BL.swapaxes(0, 1))
+        return jax.lax.map(jax.checkpoint(of_position), over_L, batch_size=block).swapaxes(0, 1)
 
     def sample(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
         """Draws of the next token, [P, N]."""

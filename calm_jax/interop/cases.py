@@ -4,48 +4,28 @@ A case is a generator `(checkpoint folder, recorded arrays) -> (quantity, ours, 
 letters of array names mean, and which draw is which, is in tests/golden/README.md.
 """
 
+import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from calm_jax import brier, sampling, temperature
-from calm_jax.heads.energy import EnergyHead
-from calm_jax.interop import names, published
+from calm_jax import brier, sampling, tasks, temperature
+from calm_jax.interop import head_cases
+from calm_jax.interop.models import PublishedAutoencoder, PublishedLm
+from calm_jax.interop.recorded import Arrays, Comparisons, gradients
 from calm_jax.losses import cross_entropy, energy_score
-from calm_jax.models.autoencoder import Autoencoder, Noise
-from calm_jax.models.calm import CALM
-from calm_jax.tasks import AutoencoderTask, CalmTask
-
-Arrays = Mapping[str, np.ndarray]
-Comparisons = Iterator[tuple[str, np.ndarray, np.ndarray]]
-
-
-def _gradients(rows: list[names.Row], gradient: dict, golden: Arrays) -> Comparisons:
-    tensors = names.write_parameters(rows, gradient)
-    for key, value in golden.items():
-        if key.startswith("grad/"):
-            name = key.removeprefix("grad/")
-            yield f"gradient {name}", tensors[name], value
-
-
-def _autoencoder(folder: pathlib.Path) -> tuple[Autoencoder, dict, list[names.Row]]:
-    config = published.PublishedConfig(folder)
-    rows = names.autoencoder_rows(config.autoencoder())
-    model = Autoencoder(
-        config.autoencoder(), config["vocab_size"], config["patch_size"], jnp.float32
-    )
-    like = jax.eval_shape(AutoencoderTask(model, config["pad_token_id"]).init, jax.random.key(0))
-    params = names.read_parameters(rows, published.read_tensors(folder), like)
-    return model, {"params": params}, rows
+from calm_jax.models.autoencoder import Noise
+from calm_jax.sampling import ChunkModel
 
 
 def autoencoder_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
     """Posteriors, logits, evaluation and training losses, gradients."""
-    model, variables, rows = _autoencoder(folder)
+    autoencoder = PublishedAutoencoder(folder)
+    model, variables = autoencoder.model, autoencoder.variables
     tokens_PK = jnp.asarray(golden["input_ids"].reshape(-1, model.chunk_size))
     latent_size = model.config.latent_size
 
@@ -80,127 +60,142 @@ def autoencoder_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
     yield "training cross-entropy", ce, golden["train_ce"]
     yield "training KL", kl, golden["train_kl"]
     yield "training loss", total, golden["train_loss"]
-    yield from _gradients(rows, gradient, golden)
+    yield from gradients(autoencoder.rows, gradient, golden)
 
 
-class _EnergyModel:
-    """An energy model of the golden set, and the autoencoder that its config names."""
-
-    def __init__(self, folder: pathlib.Path, num_target_samples: int):
-        config = published.PublishedConfig(folder)
-        config.refuse_what_is_not_computed()
-        autoencoder, self.frozen, _ = _autoencoder(folder.parent / config["ae_path"])
-        transformer = config.transformer()
-        head_config = config.energy_head(num_target_samples)
-        head = EnergyHead(
-            head_config,
-            transformer.hidden_size,
-            autoencoder.config.latent_size,
-            transformer.norm_epsilon,
-            jnp.float32,
-        )
-        self.model = CALM(
-            transformer, head, config["vocab_size"], config["pad_token_id"], jnp.float32
-        )
-        self.task = CalmTask(self.model, autoencoder, num_eval_samples=2)
-        self.rows = [
-            *names.backbone_rows(transformer),
-            *names.energy_head_rows(head_config.num_blocks),
-        ]
-        like = jax.eval_shape(self.task.init, jax.random.key(0))
-        self.params = names.read_parameters(self.rows, published.read_tensors(folder), like)
-
-    def chunks(self, ids: np.ndarray) -> jax.Array:
-        return jnp.asarray(ids.reshape(len(ids), -1, self.task.chunk_size), jnp.int32)
-
-    def latents(self, params: dict, h_PD: jax.Array, noise_PNE: jax.Array) -> jax.Array:
-        return self.model.apply({"params": params}, h_PD, noise_PNE, method="latents")
-
-    def loss(
-        self, params: dict, ids: np.ndarray, labels: np.ndarray, noise_PNE, eps_PMZ
-    ) -> jax.Array:
-        """The training loss with recorded draws, over the chunks that count."""
-        tokens_BLK, labels_BLK = self.chunks(ids), self.chunks(labels)
-        h_BLD, _ = self.model.apply({"params": params}, tokens_BLK[:, :-1], method="hidden")
-        posterior = self.task.posterior(
-            self.frozen, tokens_BLK[:, 1:].reshape(-1, tokens_BLK.shape[2])
-        )
-        x_PNZ = self.latents(params, h_BLD.reshape(-1, h_BLD.shape[-1]), noise_PNE)
-        score_P = energy_score(x_PNZ, posterior, eps_PMZ, self.model.head.config.beta)
-        total, weight = self.task.total(-score_P, labels_BLK)
-        return total / weight
+def _brier(
+    lm: PublishedLm, model: ChunkModel, tokens_BLK: jax.Array, draws_BLJ: np.ndarray
+) -> jax.Array:
+    """The average terms of a model whose draws are recorded: they stand in the place of keys."""
+    terms_BP4 = brier.brier_terms(
+        model, tokens_BLK, draws_BLJ, lm.task.protocol, chunks_at_once=1, paths_at_once=64
+    )
+    return terms_BP4.mean((0, 1))
 
 
 def energy_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
-    """Hidden states, head, energy score, losses, gradients; BrierLM's terms where K >= 4."""
-    energy = _EnergyModel(folder, num_target_samples=len(golden["energy_eps"]))
-    variables, task = {"params": energy.params}, energy.task
-    tokens_BLK = energy.chunks(golden["input_ids"])
+    """Hidden states, head, energy score, losses, gradients, BrierLM's terms."""
+    lm = PublishedLm(folder)
+    task, params = lm.task, lm.params
+    ids, tokens_BLK = golden["input_ids"], lm.chunks(golden["input_ids"])
+    rows, num_chunks, chunk_size = tokens_BLK.shape
     noise_PNE = jnp.asarray(golden["head_rand"].swapaxes(0, 1) - 0.5)
     eps_PMZ = jnp.asarray(golden["energy_eps"].swapaxes(0, 1))
 
-    embedded = energy.model.apply(variables, tokens_BLK[:, :-1], method="embedded")
+    variables = {"params": params}
+    embedded = task.model.apply(variables, tokens_BLK[:, :-1], method="embedded")
     yield "input embeddings", embedded, golden["inputs_embeds"]
-    h_BLD, _ = energy.model.apply(variables, tokens_BLK[:, :-1], method="hidden")
-    yield "hidden states", h_BLD, golden["hidden_states"]
-    h_PD = h_BLD.reshape(-1, h_BLD.shape[-1])
+    yield "hidden states", task.hidden(params, tokens_BLK), golden["hidden_states"]
 
-    posterior = task.posterior(energy.frozen, tokens_BLK[:, 1:].reshape(-1, task.chunk_size))
+    posterior = lm.posterior(ids)
     yield "target mean", posterior.mean, golden["ae_mean"]
     yield "target log std", posterior.log_std, golden["ae_log_std"]
-    x_PNZ = energy.latents(energy.params, h_PD, noise_PNE)
+    x_PNZ = lm.head(params, lm.predicting(params, ids), noise_PNE)
     yield "head draws", x_PNZ.swapaxes(0, 1), golden["head_out"]
     score_P = energy_score(x_PNZ, posterior, eps_PMZ, float(golden["beta"]))
     yield "energy score", score_P, golden["energy_score"]
     yield "evaluation loss", -score_P.mean(), golden["eval_loss"]
 
-    decode = task.bind(energy.params, energy.frozen).decode
-    sample_PSK = decode(x_PNZ[:, :2])
+    sample_PSK = lm.bind().decode(x_PNZ[:, :2])
     for sample, name in enumerate(("pred1", "pred2")):
-        published_tokens = golden[name]
-        yield (
-            f"decoded tokens {sample + 1}",
-            sample_PSK[:, sample].reshape(published_tokens.shape),
-            published_tokens,
-        )
-    if task.chunk_size >= brier.ORDERS:
-        terms_P4 = brier.brier_terms(sample_PSK, tokens_BLK[:, 1:].reshape(-1, task.chunk_size))
-        yield "Brier 1 to 4", terms_P4.mean(0), golden["brier"]
+        published = golden[name]
+        ours = sample_PSK[:, sample].reshape(published.shape)
+        yield f"decoded tokens {sample + 1}", ours, published
 
-    def loss(params: dict) -> jax.Array:
-        return energy.loss(params, golden["input_ids"], golden["input_ids"], noise_PNE, eps_PMZ)
+    def sampled(h_PD: jax.Array, num_draws: int, noise_PNE: jax.Array) -> jax.Array:
+        return lm.head(params, h_PD, noise_PNE)
 
-    total, gradient = jax.value_and_grad(loss)(energy.params)
+    first = noise_PNE[:, :2].reshape(rows, num_chunks - 1, 1, 2, -1)
+    draws_BLJSE = np.repeat(np.asarray(first), brier.chunks_of(chunk_size), axis=2)
+    if chunk_size < brier.ORDERS:
+        for (start, step), noise_SBE in zip(
+            golden["seq_call_index"], golden["seq_rand"][:, :, :, 0] - 0.5, strict=True
+        ):
+            draws_BLJSE[:, start, step] = noise_SBE.swapaxes(0, 1)
+    model = dataclasses.replace(lm.bind(), latents=sampled)
+    terms_4 = _brier(lm, model, tokens_BLK, jnp.asarray(draws_BLJSE))
+    yield "Brier 1 to 4", terms_4, golden["brier"]
+
+    def loss(params: dict, ids: np.ndarray, labels: np.ndarray) -> jax.Array:
+        x_PNZ = lm.head(params, lm.predicting(params, ids), noise_PNE)
+        score_P = energy_score(x_PNZ, lm.posterior(ids), eps_PMZ, task.model.head.config.beta)
+        total, weight = tasks.total(-score_P, tasks.counted_chunks(0, lm.chunks(labels)).ravel())
+        return total / weight
+
+    total, gradient = jax.value_and_grad(loss)(params, ids, ids)
     yield "training loss", total, golden["train_loss"]
     yield "norm of all gradients", optax.tree.norm(gradient), golden["grad_norm_total"]
-    yield from _gradients(energy.rows, gradient, golden)
+    yield from gradients(lm.rows, gradient, golden)
     # The published code draws for the counted chunks alone; they are the first ones, so the same
     # draws meet the same chunks, and what the masked ones draw has no weight.
-    masked = energy.loss(
-        energy.params, golden["masked_input_ids"], golden["masked_labels"], noise_PNE, eps_PMZ
-    )
+    masked = loss(params, golden["masked_input_ids"], golden["masked_labels"])
     yield "masked training loss", masked, golden["masked_train_loss"]
 
 
 def generate_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
     """Cached generation at temperature 1 with recorded noise, one draw a chunk."""
-    energy = _EnergyModel(
-        folder.with_name(folder.name.removesuffix("_generate")), num_target_samples=1
-    )
-    noise_SBE = jnp.asarray(golden["head_rand"] - 0.5)
-    prompt_BLK = energy.chunks(golden["prompt"])
-    model = energy.task.bind(energy.params, energy.frozen)
+    lm = PublishedLm(folder.with_name(folder.name.removesuffix("_generate")))
+    noise_SBE, model = jnp.asarray(golden["head_rand"] - 0.5), lm.bind()
 
     def next_chunk(h_BD: jax.Array, step: jax.Array) -> jax.Array:
-        return model.decode(energy.latents(energy.params, h_BD, noise_SBE[step][:, None]))[:, 0]
+        return model.decode(lm.head(lm.params, h_BD, noise_SBE[step][:, None]))[:, 0]
 
+    tokens = _continued(model, lm.chunks(golden["prompt"]), len(noise_SBE), next_chunk)
+    yield "tokens", tokens, golden["tokens"]
+
+
+def _continued(
+    model: ChunkModel,
+    prompt_BLK: jax.Array,
+    num_chunks: int,
+    next_chunk: Callable[[jax.Array, jax.Array], jax.Array],
+) -> np.ndarray:
+    """Prompt and continuation, [B, T]."""
     batch, prompt_chunks, _ = prompt_BLK.shape
     lengths = jnp.full(batch, prompt_chunks)
     continuation = sampling.generate(
-        model, prompt_BLK, lengths, len(noise_SBE), eos_id=-1, next_chunk=next_chunk
+        model, prompt_BLK, lengths, num_chunks, eos_id=-1, next_chunk=next_chunk
     )
-    tokens = np.concatenate([prompt_BLK, continuation.tokens], axis=1)
-    yield "tokens", tokens.reshape(batch, -1), golden["tokens"]
+    return np.concatenate([prompt_BLK, continuation.tokens], axis=1).reshape(batch, -1)
+
+
+def autoregressive_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
+    """Logits, loss, gradients, BrierLM with recorded draws, greedy generation."""
+    lm = PublishedLm(folder)
+    task, tokens_BLK, model = lm.task, lm.chunks(golden["input_ids"]), lm.bind()
+    h_BLD, _ = model.advance(tokens_BLK, None)
+    yield "logits", lm.head(lm.params, h_BLD, method="logits"), golden["logits"]
+
+    def loss(params: dict) -> jax.Array:
+        batch = {"tokens": tokens_BLK[..., 0], "targets": tokens_BLK[..., 0]}
+        total, weight = task.loss(params, {}, batch, jax.random.split(jax.random.key(0), 2))["loss"]
+        return total / weight
+
+    total, gradient = jax.value_and_grad(loss)(lm.params)
+    yield "loss", total, golden["loss"]
+    yield from gradients(lm.rows, gradient, golden)
+
+    rows, num_tokens, _ = tokens_BLK.shape
+    draws_BLJS1 = np.zeros((rows, num_tokens - 1, brier.ORDERS, 2, 1), np.int32)
+    for (start, step), drawn_BS in zip(
+        golden["multinomial_index"], golden["multinomial"], strict=True
+    ):
+        draws_BLJS1[:, start, step, :, 0] = drawn_BS
+    recorded = dataclasses.replace(model, latents=lambda h_PD, num_draws, drawn: drawn)
+    yield (
+        "Brier 1 to 4",
+        _brier(lm, recorded, tokens_BLK, jnp.asarray(draws_BLJS1)),
+        golden["brier"],
+    )
+
+    prompt_BLK = lm.chunks(golden["greedy_prompt"])
+
+    def likeliest(h_BD: jax.Array, step: jax.Array) -> jax.Array:
+        keys = jax.random.split(jax.random.key(0), len(h_BD))
+        return sampling.sample_token(model.log_probs(h_BD), keys, temperature=0, top_p=1)[:, None]
+
+    more = golden["greedy_tokens"].shape[1] - prompt_BLK.shape[1]
+    yield "greedy tokens", _continued(model, prompt_BLK, more, likeliest), golden["greedy_tokens"]
 
 
 def temperature_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
@@ -221,4 +216,9 @@ CASES: dict[str, Callable[[pathlib.Path, Arrays], Comparisons]] = {
     r"energy_k\d+": energy_case,
     r"energy_k\d+_generate": generate_case,
     r"temperature": temperature_case,
+    r"ar": autoregressive_case,
+    r"diffusion_head": head_cases.diffusion_head_case,
+    r"diffusion_model": head_cases.diffusion_model_case,
+    r"flow_head": head_cases.flow_head_case,
+    r"flow_model": head_cases.flow_model_case,
 }

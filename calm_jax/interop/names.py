@@ -106,11 +106,9 @@ def autoencoder_rows(config: AutoencoderConfig) -> list[Row]:
     ]
 
 
-def backbone_rows(config: TransformerConfig) -> list[Row]:
-    """The table of the chunk embedding and the transformer, for every latent head."""
-
+def _transformer_rows(config: TransformerConfig, prefix: str) -> list[Row]:
     def layer() -> Iterator[Row]:
-        parameter, published = "backbone/layers", "transformer.layers.{i}"
+        parameter, published = "backbone/layers", f"{prefix}.layers.{{i}}"
         attention = f"{published}.self_attn"
         for name, letter, heads in (
             ("query", "q", config.num_heads),
@@ -126,12 +124,28 @@ def backbone_rows(config: TransformerConfig) -> list[Row]:
         yield Row(f"{parameter}/mlp_norm/scale", f"{published}.post_attention_layernorm.weight")
 
     return [
+        *_stacked(layer(), config.num_layers),
+        Row("backbone/norm/scale", f"{prefix}.norm.weight"),
+    ]
+
+
+def backbone_rows(config: TransformerConfig) -> list[Row]:
+    """The table of the chunk embedding and the transformer, for every latent head."""
+    return [
         Row("embed/tokens/embedding", "transformer.embed_tokens.weight"),
         *_linear("embed/up", "embed_proj.0"),
         *_linear("embed/down", "embed_proj.2"),
         *_layer_norm("embed/norm", "embed_proj.3"),
-        *_stacked(layer(), config.num_layers),
-        Row("backbone/norm/scale", "transformer.norm.weight"),
+        *_transformer_rows(config, "transformer"),
+    ]
+
+
+def autoregressive_rows(config: TransformerConfig) -> list[Row]:
+    """The table of the autoregressive baseline, which is Hugging Face's Llama."""
+    return [
+        Row("embed/embedding", "model.embed_tokens.weight"),
+        *_transformer_rows(config, "model"),
+        Row("head/kernel", "lm_head.weight", LINEAR),
     ]
 
 
@@ -156,6 +170,28 @@ def energy_head_rows(num_blocks: int) -> list[Row]:
         *_layer_norm("head/output_norm", "mlp_generator.final_layer.in_ln"),
         *_linear("head/output_hidden", "mlp_generator.final_layer.linears.0"),
         *_linear("head/output", "mlp_generator.final_layer.linears.2"),
+    ]
+
+
+def adaln_head_rows(num_blocks: int) -> list[Row]:
+    """The table of a diffusion or flow head; both have the same network."""
+    net, published = "head/net", "generative_head.net"
+
+    def block() -> Iterator[Row]:
+        parameter, name = f"{net}/blocks", f"{published}.res_blocks.{{i}}"
+        yield from _layer_norm(f"{parameter}/norm", f"{name}.in_ln")
+        yield from _linear(f"{parameter}/up", f"{name}.mlp.0")
+        yield from _linear(f"{parameter}/down", f"{name}.mlp.2")
+        yield from _linear(f"{parameter}/modulation", f"{name}.adaLN_modulation.1")
+
+    return [
+        *_linear(f"{net}/time_hidden", f"{published}.time_embed.mlp.0"),
+        *_linear(f"{net}/time", f"{published}.time_embed.mlp.2"),
+        *_linear(f"{net}/condition", f"{published}.cond_embed"),
+        *_linear(f"{net}/input", f"{published}.input_proj"),
+        *_stacked(block(), num_blocks),
+        *_linear(f"{net}/modulation", f"{published}.final_layer.adaLN_modulation.1"),
+        *_linear(f"{net}/output", f"{published}.final_layer.linear"),
     ]
 
 

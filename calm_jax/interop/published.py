@@ -8,12 +8,20 @@ from typing import Any
 import numpy as np
 
 from calm_jax.errors import UserError
+from calm_jax.heads import HeadConfig
+from calm_jax.heads.diffusion import DiffusionHeadConfig
 from calm_jax.heads.energy import EnergyHeadConfig
+from calm_jax.heads.flow import FlowHeadConfig
 from calm_jax.models.autoencoder import AutoencoderConfig
 from calm_jax.models.transformer import TransformerConfig
 
 # `architectures[0]` of config.json tells the kind; `model_type` is never written.
-AUTOENCODER, ENERGY = "Autoencoder", "EnergyTransformer"
+AUTOENCODER, AUTOREGRESSIVE = "Autoencoder", "LlamaForCausalLM"
+ENERGY, DIFFUSION, FLOW = "EnergyTransformer", "DiffusionTransformer", "FlowTransformer"
+
+# What the published code hard-codes: the energy loss's target samples, the diffusion sampler's steps,
+# the flow's solver and steps.
+_NUM_TARGET_SAMPLES, _DIFFUSION_STEPS, _FLOW_STEPS, _FLOW_SOLVER = 100, 100, 10, "midpoint"
 
 
 class PublishedConfig:
@@ -77,16 +85,24 @@ class PublishedConfig:
             remat=False,
         )
 
-    def energy_head(self, num_target_samples: int) -> EnergyHeadConfig:
-        """The number of target samples is hard-coded in the published code, so the caller gives it."""
-        return EnergyHeadConfig(
-            name="energy",
-            num_blocks=self["num_mlp_layers"],
-            noise_size=self["noise_size"],
-            num_samples=self["num_samples"],
-            num_target_samples=num_target_samples,
-            beta=self["beta"],
-        )
+    def head(self) -> HeadConfig:
+        """The config of a latent head, with what the published code hard-codes."""
+        blocks = self["num_mlp_layers"]
+        if self.architecture == ENERGY:
+            return EnergyHeadConfig(
+                name="energy",
+                num_blocks=blocks,
+                noise_size=self["noise_size"],
+                num_samples=self["num_samples"],
+                num_target_samples=_NUM_TARGET_SAMPLES,
+                beta=self["beta"],
+            )
+        samples = self["num_samples"]
+        if self.architecture == DIFFUSION:
+            return DiffusionHeadConfig("diffusion", blocks, samples, _DIFFUSION_STEPS)
+        if self.architecture == FLOW:
+            return FlowHeadConfig("flow", blocks, samples, _FLOW_STEPS, _FLOW_SOLVER)
+        raise UserError(f"{self._path}: architectures={self['architectures']!r} has no latent head")
 
 
 def read_tensors(folder: pathlib.Path) -> Mapping[str, np.ndarray]:

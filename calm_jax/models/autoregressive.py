@@ -35,8 +35,8 @@ class AutoregressiveLM(nn.Module):
     def log_probs(self, h_PD: Array) -> Array:
         return self.head.log_probs(h_PD)
 
-    def loss(self, h_PD: Array, target_P: Array, block: int) -> Array:
-        return self.head.loss(h_PD, target_P, block)
+    def loss(self, h_BLD: Array, target_BL: Array, block: int) -> Array:
+        return self.head.loss(h_BLD, target_BL, block)
 
     def sample(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
         return self.head.sample(h_PD, num_draws, key_P)

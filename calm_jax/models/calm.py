@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from calm_jax.losses import Posterior
 from calm_jax.models.layers import layer_norm, linear, normal_init
-from calm_jax.models.transformer import KVCache, Transformer, TransformerConfig
+from calm_jax.models.transformer import Memory, Transformer, TransformerConfig
 
 
 def _normal_but_zero_row(row: int) -> nn.initializers.Initializer:
@@ -68,18 +68,14 @@ class CALM(nn.Module):
         self.backbone = Transformer(self.config, self.dtype)
 
     def hidden(
-        self, tokens_BLK: Array, cache: KVCache | None = None
-    ) -> tuple[Array, KVCache | None]:
+        self, tokens_BLK: Array, memory: Memory | None = None
+    ) -> tuple[Array, Memory | None]:
         """Hidden states [B, L, D]; the one at chunk i is what chunk i+1 is generated from."""
-        return self.backbone(self.embed(tokens_BLK), cache)
+        return self.backbone(self.embed(tokens_BLK), memory)
 
     def embedded(self, tokens_BLK: Array) -> Array:
         """What the transformer reads, [B, L, D]."""
         return self.embed(tokens_BLK)
-
-    def latents(self, h_PD: Array, noise_PNE: Array) -> Array:
-        """The head's latents [P, N, Z] for given noise."""
-        return self.head(h_PD, noise_PNE)
 
     def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
         """The head's loss of each position, [P]."""

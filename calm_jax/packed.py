@@ -1,0 +1,148 @@
+"""The recipe's text: read, tokenised once, packed for each stage and for scoring."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from calm_jax import brier
+from calm_jax.brier import ORDERS
+from calm_jax.config import Config
+from calm_jax.data.corpus import Corpus, load_corpus
+from calm_jax.data.pipeline import BlockConfig, Blocks, document_windows, encode_documents, pack
+from calm_jax.data.tokenizers import Tokenizer
+from calm_jax.errors import UserError
+
+
+def read_corpus(config: Config) -> Corpus:
+    """The config's text; says what was left out."""
+    corpus = load_corpus(config.data)
+    for reason, count in corpus.skipped.items():
+        print(f"data: {count} records left out: {reason}")
+    return corpus
+
+
+@dataclasses.dataclass(frozen=True)
+class StageBlocks:
+    """The two splits, packed for one stage."""
+
+    train: Blocks
+    validation: Blocks
+
+
+class Text:
+    """The recipe's text: read once, packed once for each stage that asks."""
+
+    def __init__(self, config: Config, corpus: Corpus, tokenizer: Tokenizer):
+        self._config, self._tokenizer = config, tokenizer
+        self._encoded = {
+            "train": encode_documents(corpus.train, tokenizer),
+            "validation": encode_documents(corpus.validation, tokenizer),
+        }
+        self._packed: dict[str, StageBlocks] = {}
+
+    def blocks(self, name: str) -> StageBlocks:
+        """A stage's blocks. Raises `UserError` if there is not enough text for one training block.
+
+        Validation text is never filled in front, and none of it is dropped.
+        """
+        if name not in self._packed:
+            data = getattr(self._config, name).data
+            self._packed[name] = StageBlocks(
+                self._pack(name, "train", data, keep_remainder=False),
+                self._pack(
+                    name,
+                    "validation",
+                    dataclasses.replace(data, front_fill="none"),
+                    keep_remainder=True,
+                ),
+            )
+        return self._packed[name]
+
+    def windows(self) -> Blocks:
+        """The validation documents in windows of equal context. Raises `UserError` if none is long enough."""
+        config = self._config
+        data = config.eval
+        documents = [self._document(ids) for ids in self._encoded["validation"]]
+        blocks = document_windows(
+            documents,
+            self._tokenizer.pad_id,
+            data.block_tokens,
+            data.context_tokens,
+            # Whole chunks, and for every K the same places for n-grams of four tokens.
+            math.lcm(config.chunk_size, ORDERS),
+        )
+        starts_P = data.equal_context.starts(blocks.tokens.shape[1], config.chunk_size)
+        if not len(starts_P) or not len(blocks) or blocks.num_valid.max() < starts_P[0] + ORDERS:
+            longest = max(len(document) for document in documents)
+            raise UserError(
+                f"eval.context_tokens={data.context_tokens}: nothing to score after so much context with chunk_size="
+                f"{config.chunk_size}, eval.block_tokens={data.block_tokens} and eval.start_every={data.start_every} "
+                f"(the longest validation document has {longest} tokens): give fewer context_tokens, or longer documents"
+            )
+        return blocks
+
+    def floor(self) -> brier.Score:
+        """The score of the training text's frequencies, over the n-grams that the model is scored on.
+
+        Those of n-grams that start where a chunk does.
+        """
+        config = self._config
+        blocks, size = self.blocks("lm"), config.chunk_size
+        train_BT = blocks.train.tokens
+        window_P4 = brier.windows(np.arange(0, train_BT.shape[1] - ORDERS + 1, size))
+        train_N4 = train_BT[:, window_P4].reshape(-1, ORDERS)
+        return self._floor(train_N4, blocks.validation, config.eval.published)
+
+    def equal_context_floor(self) -> brier.Score:
+        """The same for the equal-context protocol, from all n-grams of the documents: one floor for every K."""
+        documents = [self._document(ids) for ids in self._encoded["train"]]
+        train_N4 = [
+            np.lib.stride_tricks.sliding_window_view(document, ORDERS)
+            for document in documents
+            if len(document) >= ORDERS
+        ]
+        return self._floor(
+            np.concatenate(train_N4), self.windows(), self._config.eval.equal_context
+        )
+
+    def check_scored(self) -> None:
+        """Raises `UserError` if no n-gram of the validation text is ever predicted."""
+        config = self._config
+        _, counted_BP4 = self._scored(self.blocks("lm").validation, config.eval.published)
+        if not counted_BP4[..., -1].any():
+            raise UserError(
+                f"lm: the validation text has no {ORDERS} tokens after the first chunk of {config.chunk_size} of its "
+                "block, so there is nothing to score: give more of it"
+            )
+
+    def _scored(self, blocks: Blocks, protocol: brier.Protocol) -> tuple[np.ndarray, np.ndarray]:
+        """The n-grams that a protocol scores, [blocks, P, 4], and which of them count for which n."""
+        target_BT = np.stack([blocks[index]["targets"] for index in range(len(blocks))])
+        starts_P = protocol.starts(target_BT.shape[1], self._config.chunk_size)
+        counted_BP4 = brier.counted(target_BT, starts_P, self._tokenizer.pad_id)
+        return target_BT[:, brier.windows(starts_P)], counted_BP4
+
+    def _document(self, ids: np.ndarray) -> np.ndarray:
+        """A document's tokens, with bos and, where the language model is trained on it, eos."""
+        tokenizer = self._tokenizer
+        eos = [tokenizer.eos_id] * self._config.lm.data.append_eos
+        return np.concatenate([[tokenizer.bos_id], ids, eos]).astype(np.int32)
+
+    def _floor(
+        self, train_N4: np.ndarray, validation: Blocks, protocol: brier.Protocol
+    ) -> brier.Score:
+        target_BP4, counted_BP4 = self._scored(validation, protocol)
+        return brier.frequency_floor(train_N4, np.maximum(target_BP4, 0), counted_BP4)
+
+    def _pack(self, name: str, split: str, data: BlockConfig, keep_remainder: bool) -> Blocks:
+        config = self._config
+        return pack(
+            self._encoded[split],
+            self._tokenizer,
+            data,
+            config.chunk_size,
+            config.seed,
+            keep_remainder,
+            f"{name}: the {split} text",
+        )

@@ -1,0 +1,20 @@
+"""Transformer-L, the autoregressive baseline: 847.0M parameters (849M in the paper's table 1; published BrierLM 8.98 after 250k steps).
+
+    python -m calm_jax.main --config=configs/ar_l.py \\
+        --config.tokenizer.path=tokenizer.model --config.data.train_files='pile/*.jsonl' \\
+        --config.data.validation_files=wikitext.jsonl
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config() -> ConfigDict:
+    config = common.variant(common.get_config(), "head=softmax")
+    config.lm.model.hidden_size = 1536
+    config.lm.model.intermediate_size = 4096
+    # As many tokens a step as CALM's recipes, in shorter sequences.
+    config.lm.data.block_tokens = 2048
+    config.lm.training.batch_size = 1024
+    return config

@@ -1,0 +1,541 @@
+"""BrierLM over several chunks: which n-grams are scored, and that a path of samples sees its own chunks only."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+from typing import NamedTuple
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calm_jax import brier
+from calm_jax.brier import Protocol
+from calm_jax.data.pipeline import MASKED
+from calm_jax.heads.energy import EnergyHead, EnergyHeadConfig
+from calm_jax.heads.softmax import SoftmaxHead
+from calm_jax.models.autoencoder import Autoencoder, AutoencoderConfig
+from calm_jax.models.autoregressive import AutoregressiveLM
+from calm_jax.models.calm import CALM
+from calm_jax.models.transformer import Fork, KVCache, TransformerConfig
+from calm_jax.sampling import ChunkModel
+from calm_jax.tasks import ArTask, CalmTask
+
+# --- A known law in a network's place -------------------------------------------------------------
+
+# The chunks that the law gives a probability, for each K; they share prefixes of every length.
+CHUNKS = {
+    1: "0 1 2",
+    2: "00 01 10 11",
+    3: "000 001 010 110 111",
+    4: "0000 0001 0010 0110 1111",
+    8: "00000000 00010010 00100111 01101101 10010010",
+}
+STATES = 5
+# The next chunk's probabilities in each state; the first few columns where there are fewer chunks.
+WEIGHTS = np.random.default_rng(0).dirichlet([0.3] * 5, STATES) + 0.04
+
+
+def chunks(chunk_size):
+    return np.array([list(chunk) for chunk in CHUNKS[chunk_size].split()], np.int32)
+
+
+def probabilities(chunk_size):
+    weights = WEIGHTS[:, : len(chunks(chunk_size))]
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def after(state, number):
+    """The state after one more chunk. It tells any two contexts apart that differ in one chunk or in length."""
+    return (2 * state + number + 1) % STATES
+
+
+class Seen(NamedTuple):
+    """The law's memory. state_BS: the state after 0, 1, ... chunks. length_B: how many were read."""
+
+    state_BS: jax.Array
+    length_B: jax.Array
+
+    def state(self):
+        return jnp.take_along_axis(self.state_BS, self.length_B[:, None], axis=1)[:, 0]
+
+
+def known_model(chunk_size, exact, table):
+    """The law as a model, whose hidden state is its state. exact: it knows its probabilities."""
+    book, log_table = jnp.asarray(chunks(chunk_size)), jnp.log(table)
+
+    def advance(tokens_BLK, memory):
+        if memory is None:
+            memory = empty_cache(*tokens_BLK.shape[:2])
+        number_BL = (tokens_BLK[:, :, None] == book).all(-1).argmax(-1)
+        states = [memory.state()]
+        for number_B in number_BL.T:
+            states.append(after(states[-1], number_B))
+        state_BL = jnp.stack(states[1:], axis=1)
+        place_BL = memory.length_B[:, None] + jnp.arange(1, len(states))
+        rows_B1 = jnp.arange(len(place_BL))[:, None]
+        memory = Seen(memory.state_BS.at[rows_B1, place_BL].set(state_BL), place_BL[:, -1])
+        return state_BL[..., None].astype(jnp.float32), memory
+
+    def empty_cache(batch, size):
+        return Seen(jnp.zeros((batch, size + 1), jnp.int32), jnp.zeros(batch, jnp.int32))
+
+    def fork(cache, length_B, size):
+        memory = empty_cache(len(length_B), size)
+        state_B = Seen(cache.state_BS, length_B).state()
+        return memory._replace(state_BS=memory.state_BS.at[:, 0].set(state_B))
+
+    def log_probs(h_PD):
+        return log_table[h_PD[:, 0].astype(jnp.int32)]
+
+    def latents(h_PD, num_draws, key_P):
+        draw = jax.vmap(lambda key, row: jax.random.categorical(key, row, shape=(num_draws, 1)))
+        return draw(key_P, log_probs(h_PD)).astype(jnp.float32)
+
+    def decode(latent_PNZ):
+        return book[latent_PNZ[..., 0].astype(jnp.int32)]
+
+    return ChunkModel(latents, decode, advance, empty_cache, fork, log_probs if exact else None)
+
+
+def expected_terms(chunk_size, number_BL, starts_P, table):
+    """`2 p_n(y) - sum p_n^2` given the true chunks before a start, over all continuations, [B, P, 4]."""
+    book, num_chunks = chunks(chunk_size), brier.chunks_of(chunk_size)
+    expected = np.zeros((len(number_BL), len(starts_P), 4))
+    for (block, number_L), (place, start) in itertools.product(
+        enumerate(number_BL), enumerate(starts_P)
+    ):
+        chunk, offset = divmod(start, chunk_size)
+        before = functools.reduce(after, number_L[:chunk], 0)
+        law = [collections.Counter() for _ in range(4)]
+        for path in itertools.product(range(table.shape[1]), repeat=num_chunks):
+            prob, state = 1.0, before
+            for number in path:
+                prob, state = prob * table[state, number], after(state, number)
+            text = tuple(book[list(path)].reshape(-1)[offset:].tolist())
+            for n in range(1, 5):
+                law[n - 1][text[:n]] += prob
+        truth = tuple(book[number_L[chunk : chunk + num_chunks]].reshape(-1)[offset:].tolist())
+        for n, p_n in enumerate(law, 1):
+            collision = sum(prob**2 for prob in p_n.values())
+            expected[block, place, n - 1] = 2 * p_n[truth[:n]] - collision
+    return expected
+
+
+# --- Unbiased, by many draws ----------------------------------------------------------------------
+
+TRUTHS, REPEATS = 2, 8000
+# (K, exact)
+MODELS = [(1, False), (1, True), (2, False), (3, False), (4, False), (8, False)]
+
+
+def ignore_own(model):
+    """A path that does not read its own chunks."""
+
+    def advance(tokens_BLK, memory):
+        if tokens_BLK.shape[1] > 1:
+            return model.advance(tokens_BLK, memory)
+        return memory.state()[:, None, None].astype(jnp.float32), memory
+
+    return dataclasses.replace(model, advance=advance)
+
+
+def see_one_more(model):
+    """A path that sees the true chunk at its start, and then its own."""
+
+    def fork(cache, length_B, size):
+        return model.fork(cache, length_B + 1, size)
+
+    return dataclasses.replace(model, fork=fork)
+
+
+def follow_truth(model):
+    """A path that sees the true chunk at its start in place of its own."""
+    return ignore_own(see_one_more(model))
+
+
+@functools.cache
+def drawn_terms(chunk_size, num_samples, exact, wrong=None):
+    """Terms [truths, repeats, P, 4] of every start, and what to expect of them, [truths, P, 4]."""
+    protocol = Protocol(num_samples, inner_starts=True)
+    model = known_model(chunk_size, exact, probabilities(chunk_size))
+    if wrong is not None:
+        model = wrong(model)
+    book = chunks(chunk_size)
+    num_chunks = brier.chunks_of(chunk_size)
+    shape = (TRUTHS, num_chunks + 2)
+    number_BL = np.random.default_rng(chunk_size).integers(len(book), size=shape)
+    token_BLK = book[number_BL.repeat(REPEATS, axis=0)]
+    key_BLJ = jax.random.split(
+        jax.random.key(num_samples), (len(token_BLK), shape[1] - 1, num_chunks)
+    )
+
+    @jax.jit
+    def run(token_BLK, key_BLJ):
+        return brier.brier_terms(model, token_BLK, key_BLJ, protocol, 4, 3)
+
+    terms_BP4 = np.asarray(run(token_BLK, key_BLJ), np.float64)
+    terms = terms_BP4.reshape(TRUTHS, REPEATS, *terms_BP4.shape[1:])
+    starts_P = protocol.starts(token_BLK[0].size, chunk_size)
+    return terms, expected_terms(chunk_size, number_BL, starts_P, probabilities(chunk_size))
+
+
+def standard_errors_off(chunk_size, num_samples, exact, wrong=None):
+    """How far each mean is from its expectation, in standard errors, [truths, P, 4]."""
+    terms, expected = drawn_terms(chunk_size, num_samples, exact, wrong)
+    # What is exact has no standard error but rounding.
+    error = terms.std(1, ddof=1) / np.sqrt(REPEATS) + 1e-6
+    return (terms.mean(1) - expected) / error
+
+
+@pytest.mark.parametrize("num_samples", [2, 8])
+@pytest.mark.parametrize(("chunk_size", "exact"), MODELS)
+def test_terms_are_unbiased_on_a_known_law(chunk_size, exact, num_samples):
+    """Of 304 means over all cases each within 5 standard errors: a false alarm in 1 of 5,000 choices of seeds."""
+    assert np.abs(standard_errors_off(chunk_size, num_samples, exact)).max() < 5
+
+
+@pytest.mark.parametrize("wrong", [ignore_own, see_one_more, follow_truth])
+@pytest.mark.parametrize(("chunk_size", "exact"), [(1, True), (2, False)])
+def test_a_wrong_path_is_far_off(chunk_size, exact, wrong):
+    """The test above has the power to see it: its bound is 5."""
+    off = np.abs(standard_errors_off(chunk_size, 2, exact, wrong))
+    assert off.max() > 10
+    # The first chunk's tokens need no path.
+    assert off[..., :chunk_size].max() < 5
+
+
+@pytest.mark.parametrize("chunk_size", [2, 4])
+def test_more_samples_have_less_variance(chunk_size):
+    few, many = (drawn_terms(chunk_size, num_samples, False)[0].var(1) for num_samples in (2, 8))
+    assert (many < 0.4 * few).all()
+
+
+# --- Unbiased, by enumeration ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "exact", "num_samples"),
+    [(1, True, 2), (1, True, 3), (1, False, 2), (2, False, 2), (3, False, 2)],
+)
+def test_expectation_over_every_outcome_of_the_draws(chunk_size, exact, num_samples):
+    """Each outcome's terms with its probability: exact, no randomness. One start, after two true chunks."""
+    num_chunks, some = brier.chunks_of(chunk_size), 2 if chunk_size == 1 else 3
+    book, table = chunks(chunk_size)[:some], probabilities(chunk_size)[:, :some]
+    table = table / table.sum(-1, keepdims=True)
+    model = known_model(chunk_size, exact, table)
+    # The "key" of a draw is its outcome: the numbers of its S chunks.
+    model = dataclasses.replace(
+        model, latents=lambda h_PD, num_draws, outcome_PS: outcome_PS[..., None]
+    )
+    outcomes = np.array(list(itertools.product(range(some), repeat=num_samples)))
+    # Draws that decide: those on the path, with exact matches all but the last, and otherwise those
+    # with true chunks before them, of which the first is the path's first.
+    on_path = num_chunks - exact
+    given_truth = 0 if exact else num_chunks - 1
+    case_RJ = np.array(list(itertools.product(range(len(outcomes)), repeat=on_path + given_truth)))
+    draw_RJS = outcomes[case_RJ]
+
+    number_L = np.array([1, 0, 1, 1, 0, 1])[: 2 + num_chunks]
+    state = functools.reduce(after, number_L[:2], 0)
+    weight_R, path_R = np.ones(len(case_RJ)), np.full(len(case_RJ), state)
+    key_RLJS = np.zeros((len(case_RJ), 1 + num_chunks, num_chunks, num_samples), np.int32)
+    for index in range(on_path):
+        key_RLJS[:, 1, index] = draw_RJS[:, index]
+        weight_R *= table[path_R[:, None], draw_RJS[:, index]].prod(-1)
+        path_R = after(path_R, draw_RJS[:, index, 0])
+    for index in range(given_truth):
+        key_RLJS[:, 2 + index, 0] = draw_RJS[:, on_path + index]
+        state = after(state, number_L[2 + index])
+        weight_R *= table[state][draw_RJS[:, on_path + index]].prod(-1)
+    assert weight_R.sum() == pytest.approx(1)
+
+    protocol = Protocol(num_samples, first_token=2 * chunk_size)
+    token_RLK = np.broadcast_to(book[number_L], (len(case_RJ), *book[number_L].shape))
+
+    @jax.jit
+    def run(token_RLK, key_RLJS):
+        return brier.brier_terms(model, token_RLK, key_RLJS, protocol, 2, 1)
+
+    terms_RP4 = np.asarray(run(token_RLK, key_RLJS), np.float64)
+    expected = expected_terms(chunk_size, number_L[None], [2 * chunk_size], table)
+    np.testing.assert_allclose(np.einsum("R,RPN->PN", weight_R, terms_RP4), expected[0], atol=1e-6)
+
+
+def test_match_terms_of_known_probabilities_are_exact():
+    """`2 prod p(y)`, whatever is drawn: the rest of a term is the same for every truth with the same draws."""
+    truths = np.array(list(itertools.product(range(3), repeat=4)))
+    number_BL = np.concatenate([np.full((len(truths), 1), 2), truths], axis=1)
+    key_LJ = jax.random.split(jax.random.key(1), (4, 4))
+    key_BLJ = jnp.broadcast_to(key_LJ, (len(truths), 4, 4))
+    table = probabilities(1)
+    model = known_model(1, True, table)
+    terms_B14 = jax.jit(
+        lambda token_BLK: brier.brier_terms(model, token_BLK, key_BLJ, Protocol(2), 9, 9)
+    )(number_BL[..., None].astype(np.int32))
+    match_B4 = np.ones((len(truths), 4))
+    for row, number_L in enumerate(number_BL):
+        state = after(0, number_L[0])
+        for n, number in enumerate(number_L[1:]):
+            match_B4[row, n:] *= table[state, number]
+            state = after(state, number)
+    collision_B4 = 2 * match_B4 - terms_B14[:, 0]
+    assert (collision_B4[0, :2] > 0).all()
+    np.testing.assert_allclose(collision_B4, np.tile(collision_B4[0], (81, 1)), atol=1e-6)
+    # That of one token needs no draw at all.
+    assert collision_B4[0, 0] == pytest.approx((table[after(0, 2)] ** 2).sum(), abs=1e-6)
+
+
+# --- Networks: all starts at once against each start alone ----------------------------------------
+
+V, PAD, D, Z = 6, 5, 16, 5
+AUTOENCODER = AutoencoderConfig(
+    latent_size=Z,
+    hidden_size=12,
+    intermediate_size=20,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    norm_epsilon=1e-6,
+    dropout=0.0,
+    kl_clamp=0.5,
+    kl_weight=1e-3,
+)
+
+
+def random_params(init, seed):
+    """Parameters with nothing left at its initial zero or one."""
+    rng = np.random.default_rng(seed)
+    shapes = flax.traverse_util.flatten_dict(jax.eval_shape(init, jax.random.key(0)), sep="/")
+    params = {
+        path: jnp.asarray(rng.normal(path.endswith("scale"), 0.3, leaf.shape), jnp.float32)
+        for path, leaf in shapes.items()
+    }
+    return flax.traverse_util.unflatten_dict(params, sep="/")
+
+
+def body(num_kv_heads):
+    return TransformerConfig(
+        hidden_size=D,
+        intermediate_size=24,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=num_kv_heads,
+        rope_theta=1e4,
+        norm_epsilon=1e-6,
+        remat=False,
+    )
+
+
+@functools.cache
+def network(chunk_size, exact=False, num_kv_heads=2):
+    """A tiny CALM or autoregressive model with random parameters, as samplers see it."""
+    config, protocol = body(num_kv_heads), Protocol(num_samples=2)
+    if exact:
+        task = ArTask(
+            AutoregressiveLM(config, SoftmaxHead(V, D, jnp.float32), V, jnp.float32), PAD, protocol
+        )
+        return task.bind(random_params(task.init, 0), {})
+    head_config = EnergyHeadConfig("energy", 2, 6, 2, 2, beta=1.0)
+    head = EnergyHead(head_config, D, Z, 1e-6, jnp.float32)
+    autoencoder = Autoencoder(AUTOENCODER, V, chunk_size, jnp.float32)
+    task = CalmTask(CALM(config, head, V, PAD, jnp.float32), autoencoder, protocol)
+
+    def init(key):
+        return autoencoder.init(key, jnp.zeros((1, chunk_size), jnp.int32))["params"]
+
+    return task.bind(random_params(task.init, 0), {"params": random_params(init, 1)})
+
+
+def random_tokens(*shape):
+    return np.random.default_rng(2).integers(0, V - 1, shape).astype(np.int32)
+
+
+def step_by_step(model, token_BLK, key_BLJ, num_samples):
+    """The terms of every start, each with an ordinary cache of its own, as the definition says them."""
+    batch, num_chunks, chunk_size = token_BLK.shape
+    several = brier.chunks_of(chunk_size)
+    advance, draw = jax.jit(model.advance), jax.jit(model.draw, static_argnums=1)
+    log_probs = None if model.log_probs is None else jax.jit(model.log_probs)
+
+    cache = model.empty_cache(batch, num_chunks + several)
+    seen = [(None, cache)]
+    for chunk in range(num_chunks):
+        h_B1D, cache = advance(token_BLK[:, chunk : chunk + 1], cache)
+        seen.append((h_B1D[:, 0], cache))
+
+    terms = []
+    for start in range(1, num_chunks - several + 1):
+        match, collision = [np.ones(batch)], []
+        right_BS, agree_B = np.ones((batch, num_samples)), np.ones(batch)
+        h_BD, cache = seen[start]
+        for step in range(several):
+            # A sample with the true chunks before it, and one on the first sample's path.
+            h_true_BD, truth_BK = seen[start + step][0], token_BLK[:, start + step]
+            if log_probs is None:
+                sample_BSK = np.asarray(
+                    draw(h_true_BD, num_samples, key_BLJ[:, start + step - 1, 0])
+                )
+                for place in range(chunk_size):
+                    right_BS = right_BS * (sample_BSK[..., place] == truth_BK[:, None, place])
+                    match.append(right_BS.mean(-1))
+            else:
+                log_prob_BV = np.asarray(log_probs(h_true_BD))
+                match.append(match[-1] * np.exp(log_prob_BV[np.arange(batch), truth_BK[:, 0]]))
+            sample_BSK = np.asarray(draw(h_BD, num_samples, key_BLJ[:, start - 1, step]))
+            if log_probs is None:
+                for n in range(1, chunk_size + 1):
+                    same = [
+                        (sample_BSK[:, s, :n] == sample_BSK[:, r, :n]).all(-1)
+                        for s, r in itertools.permutations(range(num_samples), 2)
+                    ]
+                    collision.append(agree_B * np.mean(same, axis=0))
+            else:
+                collision.append(agree_B * np.exp(2 * np.asarray(log_probs(h_BD))).sum(-1))
+            others = [(sample_BSK[:, r] == sample_BSK[:, 0]).all(-1) for r in range(1, num_samples)]
+            agree_B = agree_B * np.mean(others, axis=0)
+            h_B1D, cache = advance(sample_BSK[:, :1], cache)
+            h_BD = h_B1D[:, 0]
+        terms.append(2 * np.stack(match[1:5], axis=-1) - np.stack(collision[:4], axis=-1))
+    return np.stack(terms, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "exact", "at_once"),
+    [(1, True, [99]), (1, False, [99]), (2, False, [1, 4, 99]), (3, False, [99])],
+)
+def test_all_starts_at_once_equal_each_start_alone(chunk_size, exact, at_once):
+    """With the same keys, for every start, however many are continued at once; also a few, then the rest."""
+    model, num_samples = network(chunk_size, exact), 3
+    token_BLK = random_tokens(16, 8, chunk_size)
+    key_BLJ = jax.random.split(jax.random.key(0), (16, 7, brier.chunks_of(chunk_size)))
+    expected = step_by_step(model, token_BLK, key_BLJ, num_samples)
+    run = jax.jit(brier.brier_terms, static_argnums=(0, 3, 4, 5))
+    for paths_at_once in at_once:
+        terms = run(model, token_BLK, key_BLJ, Protocol(num_samples), 2, paths_at_once)
+        np.testing.assert_allclose(terms, expected, atol=1e-5)
+    # Samples agree and disagree, also in their last chunk.
+    assert all(len(np.unique(expected[..., n].round(4))) > 3 for n in range(4))
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_a_fork_reads_as_a_cache_of_its_own(num_kv_heads):
+    """Hidden states of two chunks, one by one and together, after each length of one shared cache."""
+    model = network(2, num_kv_heads=num_kv_heads)
+    token_BLK, own_PBLK = random_tokens(3, 5, 2), random_tokens(5, 3, 2, 2)
+    _, cache = jax.jit(model.advance)(token_BLK, model.empty_cache(3, 6))
+    # Rows fork at lengths of their own; each takes all of 1 to 5.
+    length_PB = 1 + (np.arange(5)[:, None] + np.arange(3)) % 5
+
+    @jax.jit
+    def by_fork(cache, length_PB, own_PBLK):
+        def of_start(length_B, own_BLK):
+            fork = model.fork(cache, length_B, 2)
+            together, _ = model.advance(own_BLK, fork)
+            first, fork = model.advance(own_BLK[:, :1], fork)
+            second, fork = model.advance(own_BLK[:, 1:], fork)
+            return together, jnp.concatenate([first, second], axis=1), fork
+
+        # The prefix comes back without an axis of starts: it is held once.
+        prefix = KVCache(None, None, 0)
+        return jax.vmap(of_start, out_axes=(0, 0, Fork(prefix, 0)))(length_PB, own_PBLK)
+
+    together, one_by_one, fork = by_fork(cache, length_PB, own_PBLK)
+    np.testing.assert_array_equal(fork.prefix.key, cache.key)
+    np.testing.assert_array_equal(fork.prefix.value, cache.value)
+    np.testing.assert_array_equal(fork.own.length, np.full((5, 3), 2))
+
+    advance = jax.jit(model.advance)
+    caches = [model.empty_cache(3, 8)]
+    for chunk in range(5):
+        caches.append(advance(token_BLK[:, chunk : chunk + 1], caches[-1])[1])
+    for start, row in itertools.product(range(5), range(3)):
+        expected, _ = advance(own_PBLK[start], caches[length_PB[start, row]])
+        np.testing.assert_allclose(together[start, row], expected[row], atol=1e-5)
+        np.testing.assert_allclose(one_by_one[start, row], expected[row], atol=1e-5)
+
+
+# --- Which n-grams are scored ---------------------------------------------------------------------
+
+SIZES = [1, 2, 3, 4, 5, 6, 8, 16]
+PROTOCOLS = [
+    Protocol(2),
+    Protocol(2, inner_starts=True),
+    Protocol(2, skip_last_start=True),
+    Protocol(2, first_token=10, start_every=2, inner_starts=True, skip_last_start=True),
+]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=str)
+@pytest.mark.parametrize("chunk_size", SIZES)
+def test_scored_tokens_lie_in_whole_predicted_chunks(chunk_size, protocol):
+    """Ascending, none in the first chunk or before `first_token`, none beyond the block."""
+    num_tokens = 6 * chunk_size + 12 // chunk_size * chunk_size
+    starts_P = protocol.starts(num_tokens, chunk_size)
+    assert len(starts_P) and (np.diff(starts_P) > 0).all()
+    assert starts_P[0] >= max(chunk_size, protocol.first_token)
+    assert (starts_P % protocol.start_every == 0).all()
+    assert (brier.windows(starts_P) < num_tokens).all()
+    last_chunk = starts_P // chunk_size + brier.chunks_of(chunk_size)
+    assert (last_chunk * chunk_size <= num_tokens).all()
+    np.testing.assert_array_equal(
+        brier.windows(starts_P) - starts_P[:, None], [range(4)] * len(starts_P)
+    )
+
+
+@pytest.mark.parametrize("chunk_size", SIZES)
+def test_starts_are_every_chunk_that_its_n_gram_fits_after(chunk_size):
+    num_chunks = 9
+    last = num_chunks - {1: 4, 2: 2, 3: 2}.get(chunk_size, 1)
+    boundaries = np.arange(1, last + 1) * chunk_size
+    starts_P = Protocol(2).starts(num_chunks * chunk_size, chunk_size)
+    np.testing.assert_array_equal(starts_P, boundaries)
+    skipped = Protocol(2, skip_last_start=True).starts(num_chunks * chunk_size, chunk_size)
+    np.testing.assert_array_equal(skipped, boundaries[:-1] if chunk_size < 4 else boundaries)
+
+
+@pytest.mark.parametrize("chunk_size", SIZES)
+def test_inner_starts_are_those_of_four_tokens_of_one_chunk(chunk_size):
+    num_tokens = 6 * chunk_size
+    outer = set(Protocol(2).starts(num_tokens, chunk_size))
+    inner = {
+        start
+        for start in range(chunk_size, num_tokens - 3)
+        if start // chunk_size == (start + 3) // chunk_size
+    }
+    starts_P = Protocol(2, inner_starts=True).starts(num_tokens, chunk_size)
+    assert set(starts_P) == outer | inner
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "start_every", "sizes"),
+    [(64, 4, (1, 2, 4, 8, 16)), (72, 12, (1, 2, 3, 4)), (72, 12, (6, 12, 2))],
+)
+def test_starts_of_one_stride_are_the_same_for_every_chunk_size(num_tokens, start_every, sizes):
+    """So that models of different K are scored on the same n-grams."""
+    protocol = Protocol(2, first_token=16, start_every=start_every, inner_starts=True)
+    expected = [start for start in range(16, num_tokens) if start % start_every == 0]
+    for chunk_size in sizes:
+        assert protocol.starts(num_tokens, chunk_size).tolist() == expected
+
+
+def test_an_n_gram_counts_when_its_first_n_tokens_are_text():
+    """For each n alone, wherever it starts; windows that overlap share tokens."""
+    pad = 9
+    rng = np.random.default_rng(0)
+    target_BT = rng.choice([0, 3, pad, MASKED], (20, 30), p=[0.4, 0.4, 0.1, 0.1])
+    starts_P = np.array([1, 2, 3, 9, 10, 26])
+    counted_BP4 = brier.counted(target_BT, starts_P, pad)
+    assert counted_BP4.dtype == bool
+    for block, (place, start), n in itertools.product(range(20), enumerate(starts_P), range(1, 5)):
+        text = not {pad, MASKED} & set(target_BT[block, start : start + n].tolist())
+        assert counted_BP4[block, place, n - 1] == text
+    assert counted_BP4.any((0, 1)).all() and not counted_BP4.all((0, 1)).any()
+
+
+def test_a_mask_or_pad_ends_the_n_grams_that_hold_it():
+    target_BT = np.array([[1, 2, 9, 4, 5, 6, 7, MASKED]])
+    counted = brier.counted(target_BT, np.array([0, 2, 3, 4]), 9)[0].astype(int)
+    assert counted.tolist() == [[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
