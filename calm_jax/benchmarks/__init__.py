@@ -1,0 +1,1 @@
+"""Measurements that documentation quotes; each module is a command."""
