@@ -52,6 +52,8 @@ def _parse_flags(argv: list[str]) -> list[str]:
         message = _unknown_key(argv, recipe_flag) or f"--config={recipe_flag}: {error!r}"
     except (TypeError, ValueError, OSError, ImportError, SyntaxError, flags.Error) as error:
         message = " ".join(str(error).split())
+        if "get_config() takes 0 positional" in message:
+            message = f"--config={recipe_flag}: this recipe takes no argument after a colon"
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
 

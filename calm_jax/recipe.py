@@ -282,8 +282,10 @@ def _train_and_report(run: Run, profile: Profile) -> None:
         write_atomically(workdir.samples_path, samples)
         print(f"\n{samples}")
     for name in ("autoencoder", "lm"):
-        if name in results:
-            results[name] = {**results[name], "training_seconds": run.log.seconds(name)}
+        # None for an autoencoder that was taken over.
+        seconds = run.log.seconds(name) if name in results else 0
+        if seconds:
+            results[name] = {**results[name], "training_seconds": seconds}
     write_atomically(workdir.results_path, json.dumps(finite(results), indent=2) + "\n")
     report.print_results(results, config, workdir)
 

@@ -95,6 +95,11 @@ BAD_ARGUMENTS = {
 }
 
 
+def test_a_recipe_without_arguments_says_so(capsys, monkeypatch):
+    line = refuse(capsys, monkeypatch, "--config=configs/ar_s.py:head=flow")
+    assert "configs/ar_s.py:head=flow: this recipe takes no argument" in line
+
+
 @pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
 def test_a_bad_config_argument_is_named(arguments, tmp_path, capsys, monkeypatch):
     recipe = f"--config=configs/quickstart.py:{arguments}"

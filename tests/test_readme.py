@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from calm_jax.config import resolve
-from configs import calm_ablation, calm_l, calm_m, calm_xl, quickstart
+from configs import ar_l, ar_m, ar_s, calm_ablation, calm_l, calm_m, calm_xl, quickstart
 from tests.test_recipe import ROOT, run
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def test_every_key_that_the_readme_names_is_there():
 
 def test_recipes_describe_themselves():
     """Each recipe's docstring holds its command."""
-    for recipe in (quickstart, calm_m, calm_l, calm_xl, calm_ablation):
+    for recipe in (quickstart, calm_m, calm_l, calm_xl, calm_ablation, ar_s, ar_m, ar_l):
         name = recipe.__name__.rpartition(".")[2]
         assert f"python -m calm_jax.main --config=configs/{name}.py" in recipe.__doc__
         config = recipe.get_config()
