@@ -215,8 +215,14 @@ _TRAINING_KEYS = (
     "lm.data.",
     "lm.training.batch_size",
 )
-# These change how a number is computed or how bad input is met, not what is learnt.
-_FREE_KEYS = ("lm.model.remat", "data.on_bad_record", "tokenizer.path")
+# These change how a number is computed, how a head is sampled or how bad input is met, not what is learnt.
+_FREE_KEYS = (
+    "lm.model.remat",
+    "lm.head.num_steps",
+    "lm.head.solver",
+    "data.on_bad_record",
+    "tokenizer.path",
+)
 
 
 def differing_keys(

@@ -670,6 +670,22 @@ def test_what_a_run_may_change_does_not_differ(key, value):
     assert differing({key: value}, training=True) == []
 
 
+@pytest.mark.parametrize(
+    ("head", "changes"),
+    [
+        ("flow", {"lm.head.num_steps": 4, "lm.head.solver": "euler"}),
+        ("diffusion", {"lm.head.num_steps": 50}),
+    ],
+)
+def test_a_trained_head_may_be_sampled_in_another_way(head, changes):
+    """By evaluation and generation; the parameters mean the same."""
+    ours, before = (
+        resolve(tree_with(changed, "calm_m", f"head={head}")) for changed in (changes, {})
+    )
+    stored = json.loads(as_json(before))
+    assert differing_keys(as_dict(ours), stored, training=False) == []
+
+
 def test_a_key_that_the_stored_config_lacks_differs():
     ours, before = as_dict(resolve(tree_with({}))), as_dict(resolve(tree_with({})))
     del before["lm"]["head"]["beta"]
