@@ -168,7 +168,10 @@ def brier_terms(
         collision_PB4 = jax.lax.map(continue_from, xs, batch_size=paths_at_once)
         collision_BP4 = collision_PB4.swapaxes(0, 1)
     else:
-        collision_BP4 = collisions(jnp.moveaxis(sample_BSP4, 1, 2))
+        # Pairs of samples, a few positions at a time.
+        sample_PBS4 = jnp.moveaxis(sample_BSP4, 2, 0)
+        collision_PB4 = jax.lax.map(collisions, sample_PBS4, batch_size=chunks_at_once)
+        collision_BP4 = collision_PB4.swapaxes(0, 1)
     return 2 * match_BP4 - collision_BP4
 
 
@@ -198,17 +201,20 @@ class Score(NamedTuple):
     """BrierLM (0 to 100) with its standard error, and the four averages with theirs.
 
     standard_error is NaN where a factor is not positive (BrierLM is 0 there) or for a single block.
+    ngrams: how many whole n-grams of four tokens were scored.
     """
 
     brierlm: float
     standard_error: float
     brier: tuple[float, ...]
     brier_error: tuple[float, ...]
+    ngrams: int
 
 
 def as_values(score: Score) -> dict[str, float]:
     """A score under the names that metrics use."""
     values = {"brierlm": score.brierlm, "brierlm_error": score.standard_error}
+    values["ngrams"] = score.ngrams
     for order, (value, error) in enumerate(zip(score.brier, score.brier_error, strict=True), 1):
         values |= {f"brier_{order}": value, f"brier_{order}_error": error}
     return values
@@ -221,8 +227,9 @@ def score(sums: BlockSums) -> Score:
     sums_4, counts_4 = total[:ORDERS], total[ORDERS:]
     if not counts_4.all():
         nan = (float("nan"),) * ORDERS
-        return Score(float("nan"), float("nan"), nan, nan)
+        return Score(float("nan"), float("nan"), nan, nan, 0)
     brier_4 = sums_4 / counts_4
+    ngrams = int(counts_4[-1])
     # Row n: the gradient of average n with respect to the eight sums.
     gradient_48 = np.concatenate([np.diag(1 / counts_4), np.diag(-brier_4 / counts_4)], axis=1)
     # A block's contribution to average n has mean zero over blocks, so the sum of squares is enough.
@@ -231,11 +238,11 @@ def score(sums: BlockSums) -> Score:
     # A variance of 0 may come out as a rounding error below it.
     brier_error = tuple(np.sqrt(np.maximum(np.diag(covariance_44), 0)))
     if (brier_4 <= 0).any():
-        return Score(0.0, float("nan"), tuple(brier_4), brier_error)
+        return Score(0.0, float("nan"), tuple(brier_4), brier_error, ngrams)
     brierlm = 100 * float(np.prod(brier_4)) ** (1 / ORDERS)
     direction_4 = brierlm / ORDERS / brier_4
     error = float(np.sqrt(max(direction_4 @ covariance_44 @ direction_4, 0)))
-    return Score(brierlm, error, tuple(brier_4), brier_error)
+    return Score(brierlm, error, tuple(brier_4), brier_error, ngrams)
 
 
 def frequency_floor(train_N4: np.ndarray, target_BP4: np.ndarray, counted_BP4: np.ndarray) -> Score:

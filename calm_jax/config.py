@@ -92,6 +92,12 @@ class Config:
                 raise UserError(
                     f"{name}.data.block_tokens={block} must hold at least 2 chunks of chunk_size={self.chunk_size}"
                 )
+        block = self.lm.data.block_tokens
+        if not len(self.eval.published.starts(block, self.chunk_size)):
+            raise UserError(
+                f"lm.data.block_tokens={block} is too short to score: with chunk_size={self.chunk_size} no four tokens "
+                "follow its first chunk"
+            )
 
     def _check_head(self) -> None:
         """Raises `UserError` for what the head cannot do."""
@@ -107,6 +113,10 @@ class Config:
         if self.chunk_size != 1:
             raise UserError(
                 f"chunk_size={self.chunk_size}: lm.head.name='softmax' predicts single tokens, give chunk_size=1"
+            )
+        if self.eval.skip_last_start:
+            raise UserError(
+                "eval.skip_last_start=True: the published code leaves no start of lm.head.name='softmax' out"
             )
         if self.stage == "autoencoder" or self.autoencoder.checkpoint:
             key = "autoencoder.checkpoint" if self.autoencoder.checkpoint else "stage"

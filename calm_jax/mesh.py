@@ -74,6 +74,12 @@ def check_batch(name: str, batch_size: int, mesh: Mesh) -> None:
         )
 
 
+def rows_per_device(rows: int) -> int:
+    """How many rows of a global batch lie on one device of the mesh that is set; all of them without one."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return max(1, rows // math.prod(shape.get(axis, 1) for axis in ("data", "fsdp")))
+
+
 def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """The table's spec of an array; an axis that does not divide evenly is not split."""
     for pattern, spec in RULES:

@@ -13,6 +13,14 @@ from calm_jax.data.pipeline import BlockConfig, Blocks, document_windows, encode
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 
+# n-grams that the floor's frequencies are counted from: about 1 GB of work space. Of a larger text, evenly
+# spaced blocks or documents.
+_FLOOR_NGRAMS = 2**23
+
+
+def _stride(num_ngrams: int) -> int:
+    return -(-num_ngrams // _FLOOR_NGRAMS) or 1
+
 
 def read_corpus(config: Config) -> Corpus:
     """The config's text; says what was left out."""
@@ -72,6 +80,11 @@ class Text:
             # Whole chunks, and for every K the same places for n-grams of four tokens.
             math.lcm(config.chunk_size, ORDERS),
         )
+        if data.context_tokens < config.chunk_size:
+            raise UserError(
+                f"eval.context_tokens={data.context_tokens} must be at least chunk_size={config.chunk_size}: the first "
+                "chunk of a window is never predicted"
+            )
         starts_P = data.equal_context.starts(blocks.tokens.shape[1], config.chunk_size)
         if not len(starts_P) or not len(blocks) or blocks.num_valid.max() < starts_P[0] + ORDERS:
             longest = max(len(document) for document in documents)
@@ -90,13 +103,16 @@ class Text:
         config = self._config
         blocks, size = self.blocks("lm"), config.chunk_size
         train_BT = blocks.train.tokens
+        train_BT = train_BT[:: _stride(train_BT.size // size)]
         window_P4 = brier.windows(np.arange(0, train_BT.shape[1] - ORDERS + 1, size))
         train_N4 = train_BT[:, window_P4].reshape(-1, ORDERS)
         return self._floor(train_N4, blocks.validation, config.eval.published)
 
     def equal_context_floor(self) -> brier.Score:
         """The same for the equal-context protocol, from all n-grams of the documents: one floor for every K."""
-        documents = [self._document(ids) for ids in self._encoded["train"]]
+        encoded = self._encoded["train"]
+        stride = _stride(sum(map(len, encoded)))
+        documents = [self._document(ids) for ids in encoded[::stride]]
         train_N4 = [
             np.lib.stride_tricks.sliding_window_view(document, ORDERS)
             for document in documents

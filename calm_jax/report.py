@@ -80,7 +80,8 @@ def _rows(results: Mapping[str, Mapping], config: Config) -> list[tuple[str, str
         rows += [
             (
                 "at equal context",
-                f"tokens {scored.context_tokens} to {scored.block_tokens} of windows over documents",
+                f"tokens {scored.context_tokens} to {scored.block_tokens} of windows over documents, "
+                f"{results['equal_context']['ngrams']:,.0f} n-grams",
             ),
             *_scores(results, "equal_context", "equal_context_floor"),
         ]

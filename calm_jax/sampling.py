@@ -106,12 +106,12 @@ class SamplingConfig:
 
 
 def sample_token(log_probs_BV: Array, key_B: Array, temperature: float, top_p: float) -> Array:
-    """The next token of each row from known probabilities, [B]; temperature 0 takes the likeliest.
+    """The next token of each row from known probabilities, [B]; a temperature below 1e-6 takes the likeliest.
 
     top_p: only the likeliest tokens that together reach this probability, after the temperature; the
     one that reaches it is the last.
     """
-    if temperature == 0:
+    if temperature < 1e-6:
         return log_probs_BV.argmax(-1).astype(jnp.int32)
     logits_BV = jax.nn.log_softmax(log_probs_BV / temperature)
     if top_p < 1:

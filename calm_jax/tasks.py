@@ -12,6 +12,7 @@ from jax import Array
 from calm_jax import brier
 from calm_jax.data.pipeline import MASKED
 from calm_jax.losses import Posterior, cross_entropy
+from calm_jax.mesh import rows_per_device
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.calm import CALM
@@ -169,7 +170,8 @@ def _score(
     key_BLJ: Array,
 ) -> brier.BlockSums:
     """BrierLM's sums over a batch of blocks; n-grams with pads in them do not count."""
-    rows, num_chunks, chunk_size = tokens_BLK.shape
+    batch, num_chunks, chunk_size = tokens_BLK.shape
+    rows = rows_per_device(batch)
     logits = rows * protocol.num_samples * chunk_size * vocab_size
     # Of one start: attention weights, and the keys and values of its own chunks.
     attention = rows * config.num_heads * num_chunks
@@ -183,7 +185,7 @@ def _score(
         paths_at_once=at_once(max(logits, attention, own)),
     )
     starts_P = protocol.starts(num_chunks * chunk_size, chunk_size)
-    counted_BP4 = brier.counted(targets_BLK.reshape(rows, -1), starts_P, pad_id)
+    counted_BP4 = brier.counted(targets_BLK.reshape(batch, -1), starts_P, pad_id)
     return brier.block_sums(terms_BP4, counted_BP4)
 
 
@@ -324,7 +326,7 @@ class ArTask:
         """Cross-entropy of each token but the first, [B, T-1]; 0 for masked ones."""
         tokens_BLK, targets_BLK = _chunks(batch, 1)
         h_BLD, _ = self.model.apply({"params": params}, tokens_BLK[:, :-1], method="hidden")
-        block = at_once(len(h_BLD) * self.model.vocab_size)
+        block = at_once(rows_per_device(len(h_BLD)) * self.model.vocab_size)
         targets_BL = targets_BLK[:, 1:, 0]
         return self.model.apply({"params": params}, h_BLD, targets_BL, block, method="loss")
 

@@ -115,7 +115,7 @@ def document_windows(
 
     Each begins `block_tokens - context_tokens` after the one before, so that what follows its first
     `context_tokens` is in no other. Which tokens these are, and what precedes each of them in its window, does
-    not depend on the chunk size, for which filler is added up to a multiple of `unit`. A document without a
+    not depend on the chunk size, for which filler is added to the longest up to a multiple of `unit`. A document without a
     token after the first `context_tokens` has no window.
     """
     stride = block_tokens - context_tokens
@@ -124,7 +124,8 @@ def document_windows(
         for document in documents
         for start in range(0, len(document) - context_tokens, stride)
     ]
-    return _filled(rows, block_tokens + -block_tokens % unit, pad_id)
+    longest = max(map(len, rows), default=block_tokens)
+    return _filled(rows, longest + -longest % unit, pad_id)
 
 
 class _ProcessRows(grain.MapDataset):
