@@ -311,6 +311,8 @@ def test_evaluation_does_not_depend_on_the_batch_size(finished):
     record = evaluate(workdir, "--config.eval.batch_size=3")
     for stage in ("autoencoder", "lm", "floor"):
         for name, value in record[stage].items():
+            if name == "seconds":
+                continue
             expected = in_training[stage][name]
             assert value == expected or value == pytest.approx(expected, rel=1e-5), (stage, name)
 

@@ -56,7 +56,8 @@ def autoencoder_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
         total = (ce_PK.sum(-1) + model.config.kl_weight * kl_P).mean()
         return total, (ce_PK.mean(), kl_P.mean())
 
-    (total, (ce, kl)), gradient = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+    compute = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (total, (ce, kl)), gradient = compute(variables["params"])
     yield "training cross-entropy", ce, golden["train_ce"]
     yield "training KL", kl, golden["train_kl"]
     yield "training loss", total, golden["train_loss"]
@@ -67,10 +68,12 @@ def _brier(
     lm: PublishedLm, model: ChunkModel, tokens_BLK: jax.Array, draws_BLJ: np.ndarray
 ) -> jax.Array:
     """The average terms of a model whose draws are recorded: they stand in the place of keys."""
-    terms_BP4 = brier.brier_terms(
-        model, tokens_BLK, draws_BLJ, lm.task.protocol, chunks_at_once=1, paths_at_once=64
-    )
-    return terms_BP4.mean((0, 1))
+
+    @jax.jit
+    def terms(tokens_BLK: jax.Array, draws_BLJ: jax.Array) -> jax.Array:
+        return brier.brier_terms(model, tokens_BLK, draws_BLJ, lm.task.protocol, 1, 64)
+
+    return terms(tokens_BLK, draws_BLJ).mean((0, 1))
 
 
 def energy_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
@@ -122,7 +125,7 @@ def energy_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
         total, weight = tasks.total(-score_P, tasks.counted_chunks(0, lm.chunks(labels)).ravel())
         return total / weight
 
-    total, gradient = jax.value_and_grad(loss)(params, ids, ids)
+    total, gradient = jax.jit(jax.value_and_grad(loss))(params, ids, ids)
     yield "training loss", total, golden["train_loss"]
     yield "norm of all gradients", optax.tree.norm(gradient), golden["grad_norm_total"]
     yield from gradients(lm.rows, gradient, golden)
@@ -171,7 +174,7 @@ def autoregressive_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
         total, weight = task.loss(params, {}, batch, jax.random.split(jax.random.key(0), 2))["loss"]
         return total / weight
 
-    total, gradient = jax.value_and_grad(loss)(lm.params)
+    total, gradient = jax.jit(jax.value_and_grad(loss))(lm.params)
     yield "loss", total, golden["loss"]
     yield from gradients(lm.rows, gradient, golden)
 

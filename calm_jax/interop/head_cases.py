@@ -26,7 +26,9 @@ def _one(x: np.ndarray) -> jax.Array:
 def _head_gradients(lm: PublishedLm, loss, golden: Arrays) -> Comparisons:
     """Gradients of a loss of the head's parameters; those of the rest of the model are zero."""
     zeros = jax.tree.map(np.zeros_like, lm.params)
-    yield from gradients(lm.rows, zeros | {"head": jax.grad(loss)(lm.params)["head"]}, golden)
+    yield from gradients(
+        lm.rows, zeros | {"head": jax.jit(jax.grad(loss))(lm.params)["head"]}, golden
+    )
 
 
 def _schedule(schedule: diffusion.Schedule, prefix: str, golden: Arrays) -> Comparisons:
@@ -113,7 +115,7 @@ def _whole_model(lm: PublishedLm, golden: Arrays, draws: tuple[np.ndarray, ...])
         h_PD = lm.predicting(params, ids)
         return lm.head(params, h_PD, target_PNZ, *of_positions, method="loss_of_draws").mean()
 
-    total, gradient = jax.value_and_grad(loss)(lm.params)
+    total, gradient = jax.jit(jax.value_and_grad(loss))(lm.params)
     yield "training loss", total, golden["train_loss"]
     yield from gradients(lm.rows, gradient, golden)
 
