@@ -32,8 +32,8 @@ class Bytes:
     vocab_size, pad_id = 259, 258
 
 
-def tiny_config() -> Config:
-    return resolve(get_config("*.txt"))
+def tiny_config(arguments: str = "") -> Config:
+    return resolve(get_config(f"*.txt,{arguments}"))
 
 
 def make_batch(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -50,13 +50,14 @@ def make_stage(name: str, config: Config):
     autoencoder = make_autoencoder_task(config, Bytes())
     if name == "autoencoder":
         return autoencoder, {}
-    frozen = {"params": autoencoder.init(jax.random.key(5))}
+    frozen = {"params": autoencoder.init(jax.random.key(5))} if config.has_autoencoder else {}
     return make_lm_task(config, Bytes(), config.eval.published), frozen
 
 
 def run_steps(name: str, steps: int, mesh_sizes: tuple[int, ...] = (1, 1, 1), **training):
-    """The state after some steps on batches of 8, and each step's metrics."""
-    config = tiny_config()
+    """The state after some steps on batches of 8, and each step's metrics; name: "lm,head=flow" is a variant."""
+    name, _, arguments = name.partition(",")
+    config = tiny_config(arguments)
     stage = getattr(config, name)
     task, frozen = make_stage(name, config)
     settings = dataclasses.replace(stage.training, batch_size=8, log_every=1, **training)
@@ -103,7 +104,7 @@ print(json.dumps([run_steps(name, 3, tuple(size))[1] for size in sizes]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["autoencoder", "lm"])
+@pytest.mark.parametrize("name", ["autoencoder", "lm", "lm,head=flow,k=2", "lm,head=softmax"])
 def test_eight_devices_equal_one(name):
     sizes = [[1, 1, 1], [2, 2, 2]]
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
