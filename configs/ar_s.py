@@ -7,15 +7,12 @@
 
 from ml_collections import ConfigDict
 
-from configs import common
+from configs import ar_m
 
 
 def get_config() -> ConfigDict:
-    config = common.variant(common.get_config(), "head=softmax")
+    config = ar_m.get_config()
     config.lm.model.hidden_size = 768
     config.lm.model.intermediate_size = 2048
     config.lm.model.num_layers = 12
-    # As many tokens a step as CALM's recipes, in shorter sequences.
-    config.lm.data.block_tokens = 2048
-    config.lm.training.batch_size = 1024
     return config

@@ -1,11 +1,14 @@
 """The network that the diffusion and the flow head share: a residual MLP steered by time and hidden state."""
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from calm_jax.losses import Posterior
 from calm_jax.models.layers import layer_norm, linear, normal_init
 
 # Cosines and sines of the time embedding, and the longest of their wavelengths over 2 pi.
@@ -20,6 +23,30 @@ def time_features(time: Array) -> Array:
     exponent = jnp.arange(_NUM_FREQUENCIES, dtype=jnp.float32) / _NUM_FREQUENCIES
     angle = time[..., None].astype(jnp.float32) * _LONGEST_PERIOD**-exponent
     return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
+
+
+def training_draws(
+    posterior: Posterior,
+    num_samples: int,
+    key_P: Array,
+    draw_times: Callable[[Array, tuple[int]], Array],
+) -> tuple[Array, Array, Array]:
+    """Targets of each position and, for each target, its own time and noise: [P, N, Z], [P, N], [P, N, Z].
+
+    draw_times: `(key, (N,)) -> [N]`. A position's draws come from its own key.
+    """
+    shape = (num_samples, posterior.mean.shape[-1])
+
+    def draw(key: Array) -> tuple[Array, Array, Array]:
+        eps_key, time_key, noise_key = jax.random.split(key, 3)
+        return (
+            jax.random.normal(eps_key, shape),
+            draw_times(time_key, shape[:1]),
+            jax.random.normal(noise_key, shape),
+        )
+
+    eps_PNZ, time_PN, noise_PNZ = jax.vmap(draw)(key_P)
+    return posterior.mean[:, None] + posterior.std[:, None] * eps_PNZ, time_PN, noise_PNZ
 
 
 def _modulate(x: Array, shift: Array, scale: Array) -> Array:

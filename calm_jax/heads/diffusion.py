@@ -19,7 +19,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
-from calm_jax.heads.adaln import AdaLNMLP
+from calm_jax.heads.adaln import AdaLNMLP, training_draws
 from calm_jax.losses import Posterior
 
 NUM_TRAINING_STEPS = 1000
@@ -193,20 +193,12 @@ class DiffusionHead(nn.Module):
 
     def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
         """The loss of each position, [P]: the mean over targets, each with its own step and noise."""
-        shape = (self.config.num_samples, self.latent_size)
 
-        def draw(key: Array) -> tuple[Array, Array, Array]:
-            eps_key, step_key, noise_key = jax.random.split(key, 3)
-            step_N = jax.random.randint(step_key, shape[:1], 0, NUM_TRAINING_STEPS)
-            return (
-                jax.random.normal(eps_key, shape),
-                step_N,
-                jax.random.normal(noise_key, shape),
-            )
+        def draw_steps(key: Array, shape: tuple[int]) -> Array:
+            return jax.random.randint(key, shape, 0, NUM_TRAINING_STEPS)
 
-        eps_PNZ, step_PN, noise_PNZ = jax.vmap(draw)(key_P)
-        target_PNZ = posterior.mean[:, None] + posterior.std[:, None] * eps_PNZ
-        return self.loss_of_draws(h_PD, target_PNZ, step_PN, noise_PNZ)
+        draws = training_draws(posterior, self.config.num_samples, key_P, draw_steps)
+        return self.loss_of_draws(h_PD, *draws)
 
     def loss_of_draws(
         self, h_PD: Array, target_PNZ: Array, step_PN: Array, noise_PNZ: Array

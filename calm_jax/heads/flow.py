@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
-from calm_jax.heads.adaln import AdaLNMLP
+from calm_jax.heads.adaln import AdaLNMLP, training_draws
 from calm_jax.losses import Posterior
 
 SOLVERS = ("midpoint", "euler")
@@ -67,19 +67,8 @@ class FlowHead(nn.Module):
 
     def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
         """The loss of each position, [P]: the mean over targets, each with its own time and noise."""
-        shape = (self.config.num_samples, self.latent_size)
-
-        def draw(key: Array) -> tuple[Array, Array, Array]:
-            eps_key, time_key, noise_key = jax.random.split(key, 3)
-            return (
-                jax.random.normal(eps_key, shape),
-                jax.random.uniform(time_key, shape[:1]),
-                jax.random.normal(noise_key, shape),
-            )
-
-        eps_PNZ, time_PN, noise_PNZ = jax.vmap(draw)(key_P)
-        target_PNZ = posterior.mean[:, None] + posterior.std[:, None] * eps_PNZ
-        return self.loss_of_draws(h_PD, target_PNZ, time_PN, noise_PNZ)
+        draws = training_draws(posterior, self.config.num_samples, key_P, jax.random.uniform)
+        return self.loss_of_draws(h_PD, *draws)
 
     def loss_of_draws(
         self, h_PD: Array, target_PNZ: Array, time_PN: Array, noise_PNZ: Array
