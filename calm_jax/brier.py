@@ -118,7 +118,8 @@ def brier_terms(
     batch, num_chunks, chunk_size = token_BLK.shape
     starts_P = protocol.starts(num_chunks * chunk_size, chunk_size)
     several = chunks_of(chunk_size) > 1
-    cache = model.empty_cache(batch, num_chunks - 1) if several else None
+    size = num_chunks - 1
+    cache = model.empty_cache(batch, size, size) if several else None
     h_BLD, cache = model.advance(token_BLK[:, :-1], cache)
 
     # Chunks that any n-gram needs; predicted chunk i comes from the hidden state before it, i - 1.

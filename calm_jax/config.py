@@ -15,13 +15,12 @@ from calm_jax.data.pipeline import BlockConfig
 from calm_jax.data.tokenizers import TokenizerConfig
 from calm_jax.errors import UserError
 from calm_jax.evaluate import EvalConfig
+from calm_jax.generation import SampleConfig
 from calm_jax.heads import HEADS, LATENT_HEADS, HeadConfig
 from calm_jax.mesh import MeshConfig
 from calm_jax.models.autoencoder import AutoencoderConfig
 from calm_jax.models.transformer import TransformerConfig
 from calm_jax.optim import OptimizerConfig
-from calm_jax.sampling import SamplingConfig
-from calm_jax.temperature import check_temperature
 from calm_jax.train import TrainingConfig
 
 STAGES = ("autoencoder", "lm", "all")
@@ -67,7 +66,7 @@ class Config:
     autoencoder: AutoencoderStage
     lm: LmStage
     eval: EvalConfig
-    sample: SamplingConfig
+    sample: SampleConfig
     checkpoint: CheckpointConfig
     mesh: MeshConfig
 
@@ -101,14 +100,8 @@ class Config:
 
     def _check_head(self) -> None:
         """Raises `UserError` for what the head cannot do."""
-        sample, name = self.sample, self.lm.head.name
         if self.has_autoencoder:
-            check_temperature(sample.temperature)
-            if sample.top_p != 1:
-                raise UserError(
-                    f"top_p={sample.top_p:g} needs the probabilities of tokens, which lm.head.name={name!r} does not "
-                    "know; a temperature below 1 sharpens its draws"
-                )
+            self.sample.check_latent_head()
             return
         if self.chunk_size != 1:
             raise UserError(
@@ -161,9 +154,7 @@ def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
         if dataclasses.is_dataclass(kind):
             value = _build(kind, value, f"{path}{name}.")
         elif isinstance(kind, types.GenericAlias) and kind.__origin__ is tuple:
-            if not isinstance(value, (list, tuple)) or any(type(x) is not str for x in value):
-                raise UserError(f"{path}{name}={value!r} must be a tuple of strings")
-            value = tuple(value)
+            value = _tuple_of(kind.__args__[0], value, f"{path}{name}")
         elif kind is float and type(value) is int:
             value = float(value)
         elif kind is float and isinstance(value, float) and not math.isfinite(value):
@@ -178,6 +169,15 @@ def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
         top, message = path.split(".")[0], str(error)
         known = not path or message.startswith((f"{top}.", f"{top}:"))
         raise UserError(message if known else f"{top}.{message}") from error
+
+
+def _tuple_of(kind: type, value: Any, key: str) -> tuple:
+    if not isinstance(value, (list, tuple)):
+        raise UserError(f"{key}={value!r} must be a tuple of {kind.__name__}")
+    wider = {float: (float, int)}.get(kind, (kind,))
+    if any(type(x) not in wider for x in value):
+        raise UserError(f"{key}={value!r} must hold {kind.__name__} alone")
+    return tuple(kind(x) for x in value)
 
 
 def _head_config(section: Mapping[str, Any]) -> type:

@@ -12,6 +12,7 @@ from calm_jax.brier import ORDERS, Protocol
 from calm_jax.data.pipeline import Blocks, evaluation_batches
 from calm_jax.errors import UserError
 from calm_jax.mesh import global_batch
+from calm_jax.samplers import SAMPLERS
 from calm_jax.streams import stream
 from calm_jax.tasks import Params, Task
 
@@ -28,6 +29,10 @@ class EvalConfig:
     block_tokens: int
     start_every: int
     part_blocks: int
+    temperatures: tuple[float, ...]
+    samplers: tuple[str, ...]
+    candidates: tuple[int, ...]
+    plane_contexts: int
     seed: int
 
     def __post_init__(self):
@@ -40,9 +45,17 @@ class EvalConfig:
             raise UserError(f"eval.num_samples={self.num_samples} must be at least 2")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"eval.seed={self.seed} must be in [0, 2**32)")
-        for name in ("batch_size", "part_blocks", "start_every"):
+        for name in ("batch_size", "part_blocks", "start_every", "plane_contexts"):
             if getattr(self, name) < 1:
                 raise UserError(f"eval.{name}={getattr(self, name)} must be at least 1")
+
+        for name in self.samplers:
+            if name not in SAMPLERS:
+                raise UserError(f"eval.samplers: {name!r} is none of {', '.join(SAMPLERS)}")
+        if not self.samplers:
+            raise UserError(f"eval.samplers=() must hold at least one of {', '.join(SAMPLERS)}")
+        if min(self.candidates, default=0) < 2:
+            raise UserError(f"eval.candidates={self.candidates} must hold numbers from 2 on")
 
     @property
     def published(self) -> Protocol:

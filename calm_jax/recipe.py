@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
-from calm_jax import brier, checkpoint, report
+from calm_jax import brier, checkpoint, plane, report
 from calm_jax import text as text_lib
 from calm_jax.checkpoint import Checkpointer
 from calm_jax.config import Config, as_dict
@@ -293,6 +293,10 @@ def _train_and_report(run: Run, profile: Profile) -> None:
 def run_evaluation(config: Config, workdir: Workdir) -> None:
     """Scores what a workdir holds with the config's `eval` section, and appends it to evaluations.jsonl."""
     workdir.check_config(config, training=False)
+    sampler = config.sample.sampler_config
+    if config.eval.temperatures:
+        report.check_drawable()
+        plane.ways(config.eval, sampler, config.has_autoencoder)
     mesh = make_mesh(config.mesh)
     check_batch("eval.batch_size", config.eval.batch_size, mesh)
     with jax.set_mesh(mesh):
@@ -319,6 +323,17 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
                 began = time.monotonic()
                 values = evaluator(params, frozen)
                 results[name] = values | {"seconds": time.monotonic() - began}
+            if config.eval.temperatures:
+                results["plane"] = plane.measure(
+                    run.lm_task,
+                    params,
+                    frozen,
+                    run.text.blocks("lm").validation,
+                    config.eval,
+                    sampler,
+                    run.tokenizer.pad_id,
+                    mesh,
+                )
             results["floor"] = brier.as_values(run.text.floor())
             results["equal_context_floor"] = brier.as_values(run.text.equal_context_floor())
         for name in ("autoencoder", "lm"):
@@ -327,4 +342,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
                 results[name] = {"step": step, **results[name]}
     record = {"eval": dataclasses.asdict(config.eval), "data": dataclasses.asdict(config.data)}
     report.print_results(results, config, workdir)
+    if "plane" in results:
+        report.print_plane(results["plane"])
+        report.draw_plane(results["plane"], workdir.path / "plane.png")
     report.append(workdir, record | results)

@@ -1,8 +1,10 @@
-"""The table that ends a run or an evaluation."""
+"""The tables and the picture that end a run or an evaluation."""
 
 import json
+import pathlib
 import shlex
 from collections.abc import Mapping
+from typing import Any
 
 import rich.table
 import rich.text
@@ -10,6 +12,7 @@ import rich.text
 from calm_jax import metrics
 from calm_jax.config import Config
 from calm_jax.errors import UserError
+from calm_jax.plane import name_of
 from calm_jax.workdir import Workdir
 
 
@@ -118,3 +121,81 @@ def append(workdir: Workdir, record: Mapping) -> None:
             lines.write(json.dumps(metrics.finite(record)) + "\n")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def print_plane(plane: dict[str, Any]) -> None:
+    """The points as a table."""
+    table = rich.table.Table(
+        title=f"accuracy and collision (%) over {plane['contexts']} contexts; the rest per chunk"
+    )
+    for column in ("T", "sampler", "accuracy", "collision", "draws", "decoded", "exact", "ms"):
+        table.add_column(column, justify="left" if column == "sampler" else "right")
+    for point in plane["points"]:
+        table.add_row(
+            f"{point['temperature']:.2g}",
+            name_of(point),
+            f"{point['accuracy']:.2f} ± {point['accuracy_error']:.2f}",
+            f"{point['collision']:.2f} ± {point['collision_error']:.2f}",
+            f"{point['draws']:.1f}",
+            f"{point['decoded']:.1f}",
+            f"{point['exact']:.1%}",
+            f"{1e3 * point['seconds']:.3g}",
+        )
+    metrics.console().print(table, highlight=False)
+    if "collision_probability" in plane:
+        values = plane["collision_probability"]
+        shares = ", ".join(
+            f"{name.removeprefix('quantile_')} % {value:.3g}"
+            for name, value in values.items()
+            if name.startswith("quantile")
+        )
+        print(
+            f"two draws of the model are the same chunk with probability {values['mean']:.3f} (mean over contexts; "
+            f"quantiles {shares})"
+        )
+
+
+def check_drawable() -> None:
+    """Raises `UserError` if there is nothing to draw the plane with."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "eval.temperatures: the plane is drawn with matplotlib, which is not installed: pip install -e '.[plot]'"
+        ) from error
+
+
+def draw_plane(plane: dict[str, Any], path: pathlib.Path) -> None:
+    """A PNG of the points: down-left is diverse, up is right; one line a sampler, labelled by temperature."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    axes = figure.subplots()
+    points = plane["points"]
+    own = [point for point in points if point["temperature"] == 1]
+    for name in dict.fromkeys(name_of(point) for point in points):
+        line = [point for point in points if name_of(point) == name]
+        if name != "model":
+            # Every line of a latent head begins at the model itself.
+            line = [*(one for one in own if one["sampler"] == "model"), *line]
+        line.sort(key=lambda point: -point["temperature"])
+        x, y = ([point[key] for point in line] for key in ("collision", "accuracy"))
+        axes.plot(x, y, "o" if name == "model" else "o-", label=name, markersize=4)
+        for point in line:
+            axes.annotate(
+                f"{point['temperature']:.2g}",
+                (point["collision"], point["accuracy"]),
+                textcoords="offset points",
+                xytext=(4, -8),
+                fontsize=7,
+            )
+    axes.set_xlabel("collision: two samples are the same (%)")
+    axes.set_ylabel("accuracy: a sample is the truth (%)")
+    axes.legend(title="sampler")
+    axes.grid(alpha=0.3)
+    beside = path.with_suffix(".tmp.png")
+    try:
+        figure.savefig(beside, dpi=150)
+        beside.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error

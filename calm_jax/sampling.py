@@ -1,53 +1,63 @@
-"""Everything that samples stands on a few primitives of a model, above all `draw` and `advance`.
+"""What everything that samples stands on: a model's primitives, `draw`, and `pool`, which counts equal draws.
 
 BrierLM, temperature sampling and generation use nothing else of a model, so that each head gets all
 of them, and a known distribution can be put in a head's place.
+
+B rows, N draws of each, K tokens a chunk, R anything flat.
 """
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from calm_jax import temperature as temperature_lib
-from calm_jax.errors import UserError
 from calm_jax.models.transformer import KVCache, Memory
 
 # Largest array of logits that decoding holds at once, in elements: 256 MiB in float32.
 _MAX_LOGITS = 2**26
+# Draws whose token at one position is decoded together while a pool is pruned.
+_SURVIVORS = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkModel:
     """A model as the samplers see it, its parameters bound.
 
-    latents: `(h_PD, num_draws, key_P) -> [P, N, Z]`, draws of the next chunk's latent.
-    decode: `[P, N, Z] -> [P, N, K]`, the most likely tokens of each latent.
+    latents: `(h_PD, num_draws, key_P, noise_scale) -> [P, N, Z]`, draws of the next chunk's latent; a
+    noise_scale of 1 is the model's own law.
+    unfold: `[R, Z] -> [R, K, D]`, the beginning of each of a latent's K tokens.
+    likeliest: `[R, D] -> [R]`, the most likely token of unfolded positions; the dear part of decoding.
     advance: `(tokens_BLK, memory) -> h_BLD, memory`, reads chunks after those in a cache or fork.
-    empty_cache: `(batch, size) -> cache` for `size` chunks.
+    empty_cache: `(batch, size, window) -> cache` for `size` chunks, each of which sees the last `window`.
     fork: `(cache, length_B, size) -> memory` that goes on after a cache's first `length` chunks, by
     up to `size` of its own, and leaves the cache as it is.
     log_probs: `h_PD -> [P, V]` for a model that knows the probabilities of its next token (K = 1, and
     its latents are the tokens); None for one that can only be sampled.
     """
 
-    latents: Callable[[Array, int, Array], Array]
-    decode: Callable[[Array], Array]
+    latents: Callable[[Array, int, Array, float], Array]
+    unfold: Callable[[Array], Array]
+    likeliest: Callable[[Array], Array]
     advance: Callable[[Array, Memory | None], tuple[Array, Memory | None]]
-    empty_cache: Callable[[int, int], KVCache]
+    empty_cache: Callable[[int, int, int | Array], KVCache]
     fork: Callable[[KVCache, Array, int], Memory]
     log_probs: Callable[[Array], Array] | None
+
+    def decode(self, latent_PNZ: Array) -> Array:
+        """The most likely tokens of each latent, [P, N, K]."""
+        positions, num_draws, _ = latent_PNZ.shape
+        x_RKD = self.unfold(latent_PNZ.reshape(positions * num_draws, -1))
+        token_R = self.likeliest(x_RKD.reshape(-1, x_RKD.shape[-1]))
+        return token_R.reshape(positions, num_draws, -1)
 
     def draw(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
         """Independent draws of the next chunk, [P, N, K]; those of a position from its own key."""
         chex.assert_equal_shape_prefix([h_PD, key_P], 1)
-        return self.decode(self.latents(h_PD, num_draws, key_P))
+        return self.decode(self.latents(h_PD, num_draws, key_P, 1))
 
 
 def at_once(size: int) -> int:
@@ -55,159 +65,89 @@ def at_once(size: int) -> int:
     return max(1, _MAX_LOGITS // size)
 
 
-def decode_in_blocks(logits_of: Callable[[Array], Array], latent_PNZ: Array, size: int) -> Array:
-    """Argmax tokens [P, N, K] of latents, without holding the logits of all N draws.
+class Counted(NamedTuple):
+    """count: [B, N], how often a draw's chunk stands in its pool. decoded: [B], tokens that were decoded for it."""
 
-    logits_of: `[R, Z] -> [R, K, V]`. size: K V, the logits of one latent.
+    count: Array
+    decoded: Array
+
+
+def count_draws(model: ChunkModel, latent_BNZ: Array, company: int) -> Counted:
+    """Counts equal chunks among each row's draws without decoding all of them (ours).
+
+    One position of all draws is decoded, then the next one of those draws alone whose tokens so far
+    at least `company` draws share. Counts from `company` on are those of the whole chunks; the others
+    are some number below it. With company = 2 all are right: who is alone counts 1.
     """
-    positions, num_draws, _ = latent_PNZ.shape
-    block = at_once(positions * size)
+    batch, num_draws, _ = latent_BNZ.shape
+    with jax.named_scope("count"):
+        x_RKD = model.unfold(latent_BNZ.reshape(batch * num_draws, -1))
+        last = x_RKD.shape[1] - 1
+        # No two draws that are left out are equal.
+        nobody_BN = -1 - jnp.arange(num_draws) + jnp.zeros((batch, 1), jnp.int32)
 
-    def decode(latent_PZ: Array) -> Array:
-        return logits_of(latent_PZ).argmax(-1).astype(jnp.int32)
+        def narrow(index: Array, state: tuple[Array, Array, Array]):
+            kept_BN, equal_BNN, decoded_B = state
+            # A chunk's last token tells most about whether it has company (measured).
+            x_RD = jax.lax.dynamic_index_in_dim(x_RKD, last - index, axis=1, keepdims=False)
+            token_R = _likeliest_of_kept(model, x_RD, kept_BN.reshape(-1))
+            token_BN = jnp.where(kept_BN, token_R.reshape(batch, num_draws), nobody_BN)
+            equal_BNN &= token_BN[:, :, None] == token_BN[:, None]
+            decoded_B += kept_BN.sum(-1)
+            kept_BN &= equal_BNN.sum(-1) >= company
+            return kept_BN, equal_BNN, decoded_B
 
-    if block >= num_draws:
-        tokens = decode(latent_PNZ.reshape(positions * num_draws, -1))
-        return tokens.reshape(positions, num_draws, -1)
-    tokens_NPK = jax.lax.map(decode, latent_PNZ.swapaxes(0, 1), batch_size=block)
-    return tokens_NPK.swapaxes(0, 1)
+        state = (
+            jnp.ones((batch, num_draws), bool),
+            jnp.ones((batch, num_draws, num_draws), bool),
+            jnp.zeros(batch, jnp.int32),
+        )
+        _, equal_BNN, decoded_B = jax.lax.fori_loop(0, last + 1, narrow, state)
+    return Counted(equal_BNN.sum(-1, dtype=jnp.int32), decoded_B)
 
 
-@dataclasses.dataclass(frozen=True)
-class SamplingConfig:
-    """`config.sample`; every key is described in `configs/common.py`.
+def _likeliest_of_kept(model: ChunkModel, x_RD: Array, kept_R: Array) -> Array:
+    """The likeliest tokens where `kept`, [R]; those that are kept come first and go by in fixed blocks."""
+    num_flat = len(x_RD)
+    if num_flat <= _SURVIVORS:
+        return model.likeliest(x_RD)
+    order = jnp.argsort(~kept_R, stable=True)
+    order = jnp.pad(order, (0, -num_flat % _SURVIVORS), constant_values=num_flat)
 
-    An argument of jitted functions, so two different ones compile twice.
+    def decode(index: Array, token_R: Array) -> Array:
+        block = jax.lax.dynamic_slice_in_dim(order, index * _SURVIVORS, _SURVIVORS)
+        return token_R.at[block].set(
+            model.likeliest(x_RD[jnp.minimum(block, num_flat - 1)]), mode="drop"
+        )
+
+    num_blocks = -(-kept_R.sum() // _SURVIVORS)
+    return jax.lax.fori_loop(0, num_blocks, decode, jnp.zeros(num_flat, jnp.int32))
+
+
+def for_active(
+    step: Callable[[Any], Any], active_B: Array, group: int, fixed: Any, state: Any
+) -> Any:
+    """Applies `step` to the active rows alone, `group` of them at a time, and writes what it returns.
+
+    fixed, state: trees of [B, ...]. step: `(fixed, state) -> state` over [group, ...]. A place that an
+    inactive row would take goes to the next active one, so that a batch does not wait for the rows
+    that are done.
     """
+    batch = len(active_B)
+    group = min(group, batch)
+    order = jnp.argsort(~active_B, stable=True)
+    order = jnp.pad(order, (0, -batch % group), constant_values=batch)
+    num_active = active_B.sum()
 
-    temperature: float
-    top_p: float
-    num_candidates: int
-    max_tokens: int
-    prompt_alignment: str
-    prompts: tuple[str, ...]
+    def apply(index: Array, state: Any) -> Any:
+        rows = jax.lax.dynamic_slice_in_dim(order, index * group, group)
+        is_active = index * group + jnp.arange(group) < num_active
+        own_fixed, own_state = jax.tree.map(
+            lambda x: x[jnp.minimum(rows, batch - 1)], (fixed, state)
+        )
+        target = jnp.where(is_active, rows, batch)
+        return jax.tree.map(
+            lambda x, new: x.at[target].set(new, mode="drop"), state, step(own_fixed, own_state)
+        )
 
-    def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature={self.temperature:g} must be a number from 0 on")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p:g} must be in (0, 1]")
-        if not self.prompts:
-            raise UserError("sample.prompts=() must hold at least one prompt; '' starts a document")
-        if self.num_candidates < 1:
-            raise UserError(f"num_candidates={self.num_candidates} must be at least 1")
-        if self.max_tokens < 1:
-            raise UserError(f"max_tokens={self.max_tokens} must be at least 1")
-        if self.prompt_alignment not in ("left", "pad"):
-            raise UserError(
-                f"prompt_alignment={self.prompt_alignment!r} must be 'left' (pads before the text, as "
-                "lm.data.front_fill='random' trains it) or 'pad' (pads after it, as the published code does)"
-            )
-
-
-def sample_token(log_probs_BV: Array, key_B: Array, temperature: float, top_p: float) -> Array:
-    """The next token of each row from known probabilities, [B]; a temperature below 1e-6 takes the likeliest.
-
-    top_p: only the likeliest tokens that together reach this probability, after the temperature; the
-    one that reaches it is the last.
-    """
-    if temperature < 1e-6:
-        return log_probs_BV.argmax(-1).astype(jnp.int32)
-    logits_BV = jax.nn.log_softmax(log_probs_BV / temperature)
-    if top_p < 1:
-        order_BV = jnp.argsort(-logits_BV, axis=-1)
-        sorted_BV = jnp.exp(jnp.take_along_axis(logits_BV, order_BV, axis=-1))
-        before_BV = jnp.cumsum(sorted_BV, axis=-1) - sorted_BV
-        rank_BV = jnp.argsort(order_BV, axis=-1)
-        kept_BV = jnp.take_along_axis(before_BV < top_p, rank_BV, axis=-1)
-        logits_BV = jnp.where(kept_BV, logits_BV, -jnp.inf)
-    return jax.vmap(jax.random.categorical)(key_B, logits_BV).astype(jnp.int32)
-
-
-def sample_chunk(model: ChunkModel, h_BD: Array, key_B: Array, config: SamplingConfig) -> Array:
-    """The next chunk of each row at a config's temperature, [B, K]."""
-    if model.log_probs is not None:
-        token_B = sample_token(model.log_probs(h_BD), key_B, config.temperature, config.top_p)
-        return token_B[:, None]
-    if config.temperature == 1:
-        return model.draw(h_BD, 1, key_B)[:, 0]
-    draw_key_B, choice_key_B = jax.vmap(jax.random.split, out_axes=1)(key_B)
-    tokens_BNK = model.draw(h_BD, config.num_candidates, draw_key_B)
-    return temperature_lib.choose(tokens_BNK, config.temperature, choice_key_B).tokens
-
-
-class Continuation(NamedTuple):
-    """tokens: [B, steps, K]. length: [B], chunks generated up to and with the one that holds eos."""
-
-    tokens: Array
-    length: Array
-
-
-def generate(
-    model: ChunkModel,
-    prompt_BLK: Array,
-    length_B: Array,
-    num_chunks: int,
-    eos_id: int,
-    next_chunk: Callable[[Array, Array], Array],
-) -> Continuation:
-    """Continues each row's prompt, its first `length_B` chunks, until eos or for `num_chunks` chunks.
-
-    What stands beyond a row's length is ignored, so ragged prompts give row by row what each gives
-    alone. Chunks after a row's eos are not defined.
-    next_chunk: `(h_BD, step) -> [B, K]`, such as `sample_chunk` at a temperature.
-    """
-    batch, prompt_chunks, chunk_size = prompt_BLK.shape
-    chex.assert_shape(length_B, (batch,))
-    h_BLD, cache = model.advance(prompt_BLK, model.empty_cache(batch, prompt_chunks + num_chunks))
-    h_BD = jax.vmap(lambda h_LD, length: h_LD[length - 1])(h_BLD, length_B)
-    cache = cache._replace(length=length_B)
-
-    def body(state):
-        step, h_BD, cache, tokens_BSK, generated_B, ended_B = state
-        chunk_BK = next_chunk(h_BD, step)
-        tokens_BSK = tokens_BSK.at[:, step].set(chunk_BK)
-        generated_B = jnp.where(ended_B, generated_B, step + 1)
-        ended_B |= (chunk_BK == eos_id).any(-1)
-        h_B1D, cache = model.advance(chunk_BK[:, None], cache)
-        return step + 1, h_B1D[:, 0], cache, tokens_BSK, generated_B, ended_B
-
-    def unfinished(state):
-        step, *_, ended_B = state
-        return (step < num_chunks) & ~ended_B.all()
-
-    state = (
-        jnp.int32(0),
-        h_BD,
-        cache,
-        jnp.zeros((batch, num_chunks, chunk_size), jnp.int32),
-        jnp.zeros(batch, jnp.int32),
-        jnp.zeros(batch, bool),
-    )
-    _, _, _, tokens_BSK, generated_B, _ = jax.lax.while_loop(unfinished, body, state)
-    return Continuation(tokens_BSK, generated_B)
-
-
-@functools.partial(jax.jit, static_argnames=("bind", "num_chunks", "eos_id", "config"))
-def generate_chunks(
-    bind: Callable[..., ChunkModel],
-    params,
-    frozen,
-    prompt_BLK: Array,
-    length_B: Array,
-    key_B: Array,
-    num_chunks: int,
-    eos_id: int,
-    config: SamplingConfig,
-) -> Continuation:
-    """`generate` at a config's temperature, compiled; a row's draws come from its own key.
-
-    bind: `(params, frozen) -> ChunkModel`.
-    """
-    model = bind(params, frozen)
-
-    def next_chunk(h_BD: Array, step: Array) -> Array:
-        step_key_B = jax.vmap(jax.random.fold_in, (0, None))(key_B, step)
-        return sample_chunk(model, h_BD, step_key_B, config)
-
-    return generate(model, prompt_BLK, length_B, num_chunks, eos_id, next_chunk)
+    return jax.lax.fori_loop(0, -(-num_active // group), apply, state)

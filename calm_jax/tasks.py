@@ -17,7 +17,7 @@ from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.calm import CALM
 from calm_jax.models.transformer import Fork, KVCache, Memory, TransformerConfig
-from calm_jax.sampling import ChunkModel, at_once, decode_in_blocks
+from calm_jax.sampling import ChunkModel, at_once
 
 Params = dict[str, Any]
 Batch = dict[str, Array]
@@ -144,8 +144,9 @@ class AutoencoderTask:
 def _chunk_model(
     model: CALM | AutoregressiveLM,
     params: Params,
-    latents: Callable[[Array, int, Array], Array],
-    decode: Callable[[Array], Array],
+    latents: Callable[[Array, int, Array, float], Array],
+    unfold: Callable[[Array], Array],
+    likeliest: Callable[[Array], Array],
     log_probs: Callable[[Array], Array] | None,
 ) -> ChunkModel:
     """What the samplers see of a language model; reading works the same way in all of them."""
@@ -153,10 +154,10 @@ def _chunk_model(
     def advance(tokens_BLK: Array, memory: Memory | None) -> tuple[Array, Memory | None]:
         return model.apply({"params": params}, tokens_BLK, memory, method="hidden")
 
-    def empty_cache(batch: int, size: int) -> KVCache:
-        return KVCache.empty(model.config, batch, size, model.dtype)
+    def empty_cache(batch: int, size: int, window: int | Array) -> KVCache:
+        return KVCache.empty(model.config, batch, size, window, model.dtype)
 
-    return ChunkModel(latents, decode, advance, empty_cache, Fork.at, log_probs)
+    return ChunkModel(latents, unfold, likeliest, advance, empty_cache, Fork.at, log_probs)
 
 
 def _score(
@@ -228,17 +229,19 @@ class CalmTask:
     def bind(self, params: Params, frozen: Params) -> ChunkModel:
         """The model as samplers see it."""
 
-        def latents(h_PD: Array, num_draws: int, key_P: Array) -> Array:
-            return self.model.apply({"params": params}, h_PD, num_draws, key_P, method="sample")
+        def latents(h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
+            return self.model.apply(
+                {"params": params}, h_PD, num_draws, key_P, noise_scale, method="sample"
+            )
 
-        def decode(latent_PNZ: Array) -> Array:
-            def logits_of(latent_RZ: Array) -> Array:
-                return self.autoencoder.apply(frozen, latent_RZ, method="decode")
+        def unfold(latent_RZ: Array) -> Array:
+            return self.autoencoder.apply(frozen, latent_RZ, method="unfold")
 
-            size = self.chunk_size * self.autoencoder.vocab_size
-            return decode_in_blocks(logits_of, latent_PNZ, size)
+        def likeliest(x_RD: Array) -> Array:
+            block = at_once(len(x_RD))
+            return self.autoencoder.apply(frozen, x_RD, block, method="likeliest")
 
-        return _chunk_model(self.model, params, latents, decode, log_probs=None)
+        return _chunk_model(self.model, params, latents, unfold, likeliest, log_probs=None)
 
     def posterior(self, frozen: Params, tokens_PK: Array) -> Posterior:
         """The frozen autoencoder's posterior of whole chunks, without dropout."""
@@ -310,17 +313,23 @@ class ArTask:
         return self.model.init(key, jnp.zeros((1, 1, 1), jnp.int32))["params"]
 
     def bind(self, params: Params, frozen: Params) -> ChunkModel:
-        """The model as samplers see it; its latents are the tokens themselves."""
+        """The model as samplers see it; its latents are the tokens themselves, and have no noise to scale."""
         variables = {"params": params}
 
-        def latents(h_PD: Array, num_draws: int, key_P: Array) -> Array:
+        def latents(h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
             tokens_PN = self.model.apply(variables, h_PD, num_draws, key_P, method="sample")
             return tokens_PN[..., None]
 
         def log_probs(h_PD: Array) -> Array:
             return self.model.apply(variables, h_PD, method="log_probs")
 
-        return _chunk_model(self.model, params, latents, lambda tokens_PN1: tokens_PN1, log_probs)
+        def unfold(token_R1: Array) -> Array:
+            return token_R1[:, None]
+
+        def likeliest(token_R1: Array) -> Array:
+            return token_R1[:, 0]
+
+        return _chunk_model(self.model, params, latents, unfold, likeliest, log_probs)
 
     def _loss(self, params: Params, batch: Batch) -> Array:
         """Cross-entropy of each token but the first, [B, T-1]; 0 for masked ones."""

@@ -46,6 +46,8 @@ _OWN_FILES = {
     "lm",
     "metrics.jsonl",
     "metrics.jsonl.tmp",
+    "plane.png",
+    "plane.tmp.png",
     "profile",
     "results.json",
     "results.json.tmp",

@@ -87,6 +87,12 @@ def get_config() -> ConfigDict:
     config.eval.context_tokens = 1024
     config.eval.block_tokens = 2048
     config.eval.start_every = 4
+    # --mode=eval measures the accuracy-diversity plane at these temperatures, if there are any: of these samplers,
+    # those of one pool with these numbers of candidates, over so many contexts of the validation text.
+    config.eval.temperatures = ()
+    config.eval.samplers = ("pooled", "batch", "published", "rejection", "growing", "noise")
+    config.eval.candidates = (200,)
+    config.eval.plane_contexts = 512
     # Seed of the evaluation's random numbers, apart from the training's.
     config.eval.seed = 0
 
@@ -96,13 +102,29 @@ def get_config() -> ConfigDict:
     config.sample.temperature = 0.5
     # With a softmax head: sample from the likeliest tokens that together have this probability.
     config.sample.top_p = 1.0
-    # N, candidates per chunk of the batch algorithm (published: 200). Not used at T = 1, nor with a softmax head.
+    # How chunks are sampled below T = 1 (the README compares them); not used with a softmax head:
+    # "pooled" fresh pools of growing size, exact; "rejection" the paper's exact algorithm; "batch" one pool, any T;
+    # "published" one pool, the paper's weights, T = 1/n alone; "growing" one pool that grows until it tells enough;
+    # "noise" one draw with the head's noise times T.
+    config.sample.sampler = "pooled"
+    # N, candidates per chunk of "batch" and "published" (the paper's: 200).
     config.sample.num_candidates = 200
-    # Tokens to generate per prompt.
+    # Most draws per chunk of the others; after them the choice is approximate, and says so. 216 = 16 + 200 costs about
+    # what the paper's 200 cost at most; 1360 = 16 + 64 + 256 + 1024 leaves few chunks approximate.
+    config.sample.max_draws = 216
+    # Draws computed together, over all prompts: enough to fill the device, as what is begun is not left.
+    config.sample.draws_at_once = 256
+    # Tokens to generate per prompt, and strings at which its text ends before.
     config.sample.max_tokens = 128
+    config.sample.stop = ()
     # A prompt that does not end on a chunk boundary: "left" puts pads before it (for models trained with
-    # lm.data.front_fill="random"), "pad" puts them after it, as the published code does.
+    # lm.data.front_fill="random"), "match" draws its last chunk until one begins as the prompt ends, within max_draws,
+    # and else does as "left"; "pad" puts pads after it, as the published code does.
     config.sample.prompt_alignment = "pad"
+    # Text longer than lm.data.block_tokens: "refuse" it, or "slide": see the last chunks alone.
+    config.sample.long_context = "refuse"
+    # Prompts generated together.
+    config.sample.batch_size = 8
     # Prompts of the samples that end a training run.
     config.sample.prompts = ("The ", "In the year ")
 

@@ -18,5 +18,11 @@ def get_config(folder: str = "") -> ConfigDict:
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is no workdir: {path} cannot be read ({error})") from error
     resolve(stored)
-    stored["sample"]["prompts"] = tuple(stored["sample"]["prompts"])
-    return ConfigDict(stored)
+    return ConfigDict(_with_tuples(stored))
+
+
+def _with_tuples(tree):
+    """JSON has lists where a recipe has tuples."""
+    if isinstance(tree, dict):
+        return {key: _with_tuples(value) for key, value in tree.items()}
+    return tuple(tree) if isinstance(tree, list) else tree

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from calm_jax import sampling
+from calm_jax import generation, sampling
 from calm_jax.brier import Protocol
 from calm_jax.data.pipeline import MASKED
 from calm_jax.heads.softmax import SoftmaxHead
 from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.transformer import KVCache, TransformerConfig
-from calm_jax.sampling import SamplingConfig, sample_token
+from calm_jax.samplers import SamplerConfig, sample_chunk, sample_token
 from calm_jax.tasks import ArTask, ratio
 
 V, PAD, D, F, LAYERS = 23, 22, 16, 24, 2
@@ -253,7 +253,7 @@ def test_cached_decode_equals_full_forward(num_kv_heads):
     full, none = task.model.apply({"params": params}, tokens_BLK, method="hidden")
     assert none is None
     advance = jax.jit(lambda t, c: task.model.apply({"params": params}, t, c, method="hidden"))
-    cache, steps = KVCache.empty(task.model.config, 2, 8, jnp.float32), []
+    cache, steps = KVCache.empty(task.model.config, 2, 8, 8, jnp.float32), []
     for first, last in ((0, 3), (3, 4), (4, 5), (5, 6)):
         h_BLD, cache = advance(tokens_BLK[:, first:last], cache)
         steps.append(h_BLD)
@@ -298,40 +298,63 @@ def argmax_continuation(prompt, steps):
     return tokens[len(prompt) :]
 
 
+def sampler_config(**changes):
+    values = dict(
+        temperature=0.0, sampler="batch", num_candidates=1, max_draws=1, draws_at_once=1, top_p=1.0
+    )
+    return SamplerConfig(**(values | changes))
+
+
+def continued(prompt_BT, length_B, steps, eos_id):
+    """The likeliest tokens after each prompt and which rows ended, as `Generator` asks for them."""
+    task, batch = ar_task(), len(prompt_BT)
+    size = prompt_BT.shape[1] + steps
+    state = generation.start(
+        task.bind,
+        random_params(),
+        {},
+        prompt_BT[..., None],
+        np.array(length_B, np.int32),
+        np.int32(size),
+        size=size,
+        piece=prompt_BT.shape[1],
+    )
+    state, chunks = generation.go_on(
+        task.bind,
+        random_params(),
+        {},
+        state,
+        keys(batch),
+        np.int32(steps),
+        num_chunks=steps,
+        eos_id=eos_id,
+        config=sampler_config(),
+    )
+    return jax.device_get((state, chunks))
+
+
 def test_generation_at_temperature_0_takes_the_likeliest_token_each_time():
     """With a cache and prompts of different lengths side by side, as with full forward passes one by one."""
-    prompts, lengths, steps = random_tokens(3, 5, seed=2), np.array([5, 1, 3], np.int32), 6
-    config = SamplingConfig(0.0, 1.0, 1, steps, "left", ("",))
-    task = ar_task()
-    ours = sampling.generate_chunks(
-        task.bind, random_params(), {}, prompts[..., None], lengths, keys(3), steps, -1, config
-    )
+    prompts, lengths, steps = random_tokens(3, 5, seed=2), [5, 1, 3], 6
+    state, chunks = continued(prompts, lengths, steps, eos_id=-1)
     expected = [argmax_continuation(prompts[b, :n], steps) for b, n in enumerate(lengths)]
     assert len(np.unique(expected)) > 3  # not one token over and over
-    np.testing.assert_array_equal(ours.tokens[..., 0], expected)
-    np.testing.assert_array_equal(ours.length, [steps] * 3)
+    np.testing.assert_array_equal(chunks.tokens[..., 0], expected)
+    assert state.step == steps and not state.ended.any()
+    # Probabilities are known: a token costs one draw, and its law is exact.
+    assert (chunks.draws == 1).all() and (chunks.decoded == 1).all() and chunks.exact.all()
 
 
 def test_generation_ends_with_eos():
-    """A row's length is up to and with its first eos, here a token that the argmax comes to."""
+    """Once every row had its eos, here a token that the argmax comes to, nothing more is generated."""
     prompt, steps = random_tokens(1, 5, seed=2), 6
     expected = argmax_continuation(prompt[0], steps)
     eos = expected[3]
-    config = SamplingConfig(0.0, 1.0, 1, steps, "left", ("",))
-    ours = sampling.generate_chunks(
-        ar_task().bind,
-        random_params(),
-        {},
-        prompt[..., None],
-        np.array([5], np.int32),
-        keys(1),
-        steps,
-        eos,
-        config,
-    )
     length = expected.index(eos) + 1
-    assert ours.length[0] == length
-    np.testing.assert_array_equal(ours.tokens[0, :length, 0], expected[:length])
+    state, chunks = continued(prompt, [5], steps, eos)
+    assert state.ended.all() and state.step == length < steps
+    np.testing.assert_array_equal(chunks.tokens[0, :length, 0], expected[:length])
+    assert not chunks.draws[0, length:].any()
 
 
 # --- Draws. Chi-square tests at p > 1e-4: another seed would fail one in ten thousand times.
@@ -471,9 +494,9 @@ def test_the_heads_draws_and_sampled_chunks_have_its_law():
     )  # a law worth testing; expected counts are at least 5 in all but rare tokens
     drawn = np.asarray(model.draw(h_1D, DRAWS, keys(1)))
     assert drawn.shape == (1, DRAWS, 1)
-    config = SamplingConfig(1.0, 1.0, 1, 1, "left", ("",))
-    h_BD = np.repeat(h_1D, DRAWS, axis=0)
-    sampled = np.asarray(sampling.sample_chunk(model, h_BD, keys(DRAWS, seed=3), config))
+    h_BD, active_B = np.repeat(h_1D, DRAWS, axis=0), np.ones(DRAWS, bool)
+    config = sampler_config(temperature=1.0)
+    sampled = np.asarray(sample_chunk(model, h_BD, keys(DRAWS, seed=3), active_B, config).tokens)
     assert sampled.shape == (DRAWS, 1)
     for tokens in (drawn, sampled):
         count_V = np.bincount(tokens.reshape(-1), minlength=V)

@@ -1,14 +1,14 @@
 """Bad input: one line that names the thing and the value, a non-zero exit, nothing written."""
 
+import shutil
 import subprocess
 import sys
 
 import pytest
 from absl import flags
 
-from calm_jax.config import as_json, resolve
-from tests import tiny_recipe
 from tests.test_recipe import ROOT
+from tests.tiny_model import run_generate, tiny
 
 
 @pytest.fixture
@@ -57,6 +57,12 @@ BAD_VALUES = {
     "--config.chunk_size=0": "chunk_size=0",
     "--config.sample.temperature=2.0": "temperature=2",
     "--config.sample.top_p=0.9": "top_p=0.9",
+    "--config.sample.sampler=greedy": "sampler='greedy' is none of pooled, batch, published",
+    "--config.sample.max_draws=0": "max_draws=0",
+    "--config.sample.draws_at_once=-1": "draws_at_once=-1",
+    "--config.sample.batch_size=0": "batch_size=0",
+    "--config.sample.long_context=cut": "long_context='cut' must be",
+    "--config.sample.prompt_alignment=right": "prompt_alignment='right' must be",
     "--config.eval.context_tokens=32": "eval.context_tokens=32",
     "--config.eval.start_every=0": "eval.start_every=0",
     "--config.compute_dtype=float8": "compute_dtype='float8'",
@@ -193,22 +199,133 @@ def test_generation_refuses(option):
     assert out.returncode == 2 and GENERATE[option] in out.stderr
 
 
+# Of a trained model with the energy head, and of the baseline ("softmax"); the last argument is the bad one.
 SAMPLE = {
-    "--top_p=0.9": "top_p=0.9 needs the probabilities of tokens, which lm.head.name='energy'",
-    "--temperature=2": "temperature=2 must be in (0, 1]",
-    "--temperature=0": "temperature=0 must be in (0, 1]",
+    ("energy", "--temperature=2"): "temperature=2 must be in (0, 1]",
+    ("energy", "--temperature=0"): "temperature=0 must be in (0, 1]",
+    ("energy", "--temperature=-1"): "temperature=-1 must be",
+    ("energy", "--temperature=nan"): "temperature=nan must be",
+    ("energy", "--temperature=inf"): "temperature=inf must be",
+    ("energy", "--top_p=0.9"): "top_p=0.9 needs the probabilities of tokens",
+    ("energy", "--top_p=0"): "top_p=0 must be in (0, 1]",
+    # 1/0.2 = 5 draws have to be alike.
+    ("energy", "--temperature=0.2", "--max_draws=3"): "max_draws=3 must be at least 5",
+    ("energy", "--temperature=0.2", "--max_draws=4"): "max_draws=4 must be at least 5",
+    ("energy", "--temperature=0.45", "--sampler=rejection", "--max_draws=2"): "max_draws=2 must be",
+    ("energy", "--temperature=0.7", "--sampler=published"): "temperature=0.7: sampler='published'",
+    ("energy", "--sampler=greedy"): "sampler='greedy' is none of pooled, batch, published",
+    ("energy", "--max_draws=0"): "max_draws=0 must be at least 1",
+    ("energy", "--num_candidates=0"): "num_candidates=0 must be at least 1",
+    ("energy", "--draws_at_once=0"): "draws_at_once=0 must be at least 1",
+    ("energy", "--max_tokens=0"): "max_tokens=0 must be at least 1",
+    ("energy", "--max_tokens=-3"): "max_tokens=-3 must be at least 1",
+    ("energy", "--batch_size=0"): "batch_size=0 must be at least 1",
+    ("energy", "--stop="): "stop=''",
+    ("energy", "--prompt_alignment=right"): "prompt_alignment='right' must be",
+    ("energy", "--long_context=cut"): "long_context='cut' must be",
+    ("energy", "--seed=-1"): "--seed=-1 must be in [0, 2**32)",
+    ("energy", "--seed=4294967296"): "--seed=4294967296 must be in",
+    ("energy", "--max_tokens=2000"): "prompt 0 has 2 tokens; with max_tokens=2000",
+    # A byte that is no UTF-8 comes as half a surrogate pair.
+    ("energy", "--prompt=\udcff"): "prompt 0, '\\udcff', is not valid Unicode text",
+    (
+        "energy",
+        "--prompt=x",
+        "--prompt=a\udcffb",
+    ): "prompt 1, 'a\\udcffb', is not valid Unicode text",
+    ("softmax", "--sampler=batch"): "--sampler=batch has no meaning for lm.head.name='softmax'",
+    ("softmax", "--max_draws=9"): "--max_draws=9 has no meaning",
+    ("softmax", "--num_candidates=9"): "--num_candidates=9 has no meaning",
+    ("softmax", "--draws_at_once=9"): "--draws_at_once=9 has no meaning",
+    ("softmax", "--prompt_alignment=match"): "--prompt_alignment=match has no meaning",
+    ("softmax", "--temperature=-0.5"): "temperature=-0.5 must be",
+    ("softmax", "--top_p=1.5"): "top_p=1.5 must be in (0, 1]",
 }
+# A file of prompts: its name, what it holds, and what is said of it.
+PROMPTS_FILES = [
+    ("half.jsonl", b'{"prompt": "x"}\n{"prompt": \n', "half.jsonl': line 2 is no"),
+    ("key.jsonl", b'{"text": "x"}\n', "line 1 is no"),
+    ("list.jsonl", b'["x"]\n', "line 1 is no"),
+    ("number.jsonl", b'{"prompt": 7}\n', "line 1 is no"),
+    ("floats.jsonl", b'{"prompt": [1, 2.5]}\n', "line 1 is no"),
+    ("truths.jsonl", b'{"prompt": [true]}\n', "line 1 is no"),
+    ("gap.jsonl", b'{"prompt": "x"}\n\n{"prompt": "y"}\n', "line 2 is no"),
+    (
+        "ids.jsonl",
+        b'{"prompt": [259]}\n',
+        "prompt 0: token id 259 is not in the vocabulary, [0, 259)",
+    ),
+    ("more.jsonl", b'{"prompt": "x"}\n{"prompt": [3, -1]}\n', "prompt 1: token id -1 is not in"),
+    (
+        "half_pair.jsonl",
+        b'{"prompt": "\\ud800"}\n',
+        "prompt 0, '\\ud800', is not valid Unicode text",
+    ),
+    ("latin.txt", b"caf\xe9\n", "latin.txt': byte 3 is not valid UTF-8"),
+    ("latin.jsonl", b'{"prompt": "caf\xe9"}\n', "is not valid UTF-8"),
+    ("nowhere/x.txt", None, "x.txt' cannot be read: No such file or directory"),
+]
 
 
-@pytest.mark.parametrize("option", SAMPLE)
-def test_generation_refuses_what_a_latent_head_cannot_do(option, text, tmp_path):
-    """Before it looks for parameters: the folder has none."""
-    config = resolve(tiny_recipe.get_config(text))
-    (tmp_path / "config.json").write_text(as_json(config), encoding="utf-8")
-    command = ["calm_jax.generate", f"--workdir={tmp_path}", "--prompt=x", option]
-    out = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert out.returncode == 2 and "Traceback" not in out.stderr
-    errors = [line for line in out.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and SAMPLE[option] in errors[0]
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    """What generation says to each of `SAMPLE`, `PROMPTS_FILES` and some others; all of it in one process."""
+    folder = tmp_path_factory.mktemp("generate")
+    commands = {}
+    for head in ("energy", "softmax"):
+        tiny(f"head={head}").save(folder / head)
+    for head, *options in SAMPLE:
+        given = [option for option in options if option.startswith("--prompt=")] or ["--prompt=x"]
+        others = [option for option in options if not option.startswith("--prompt=")]
+        commands[head, *options] = [f"--workdir={folder / head}", *given, *others]
+    model = f"--workdir={folder / 'energy'}"
+    for name, content, _ in PROMPTS_FILES:
+        if content is not None:
+            (folder / name).write_bytes(content)
+        commands[name] = [model, f"--prompts_file={folder / name}"]
+    (folder / "there.jsonl").write_text("work of days")
+    commands["there"] = [model, "--prompt=x", f"--output={folder / 'there.jsonl'}"]
+    commands["no folder"] = [model, "--prompt=x", f"--output={folder / 'no' / 'x.jsonl'}"]
+    commands["no prompt"] = [model]
+    # A run that has not come to its language model.
+    untrained = folder / "untrained"
+    shutil.copytree(folder / "energy", untrained, ignore=shutil.ignore_patterns("lm"))
+    commands["untrained"] = [f"--workdir={untrained}", "--prompt=x"]
+    without = folder / "no_tokenizer"
+    shutil.copytree(folder / "energy", without, ignore=shutil.ignore_patterns("tokenizer"))
+    commands["no tokenizer"] = [f"--workdir={without}", "--prompt=x"]
+    results = dict(zip(commands, run_generate(*commands.values()), strict=True))
+    assert (folder / "there.jsonl").read_text() == "work of days"
+    return results
+
+
+def assert_refused(result, expected):
+    status, out, err = result
+    assert status == 2, err
+    assert out.strip() in ("", "x")  # nothing, or the prompt that was to be continued
+    (line,) = err.strip().splitlines()
+    assert line.startswith("error: ") and expected in line
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: ascii(" ".join(case)))
+def test_generation_refuses_what_the_model_cannot_do(case, refusals):
+    assert_refused(refusals[case], SAMPLE[case])
+
+
+@pytest.mark.parametrize(("name", "content", "expected"), PROMPTS_FILES)
+def test_generation_names_the_line_of_a_bad_file_of_prompts(name, content, expected, refusals):
+    assert_refused(refusals[name], expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("there", "there.jsonl is there already: give another name, or --overwrite"),
+        ("no folder", "x.jsonl cannot be written: no such folder"),
+        ("no prompt", "give a --prompt=TEXT"),
+        ("untrained", "lm holds no checkpoint: train first"),
+        ("no tokenizer", "tokenizer holds no readable tokenizer"),
+    ],
+)
+def test_generation_names_the_file_that_is_missing_or_in_the_way(case, expected, refusals):
+    assert_refused(refusals[case], expected)

@@ -32,8 +32,9 @@ def terms_of(sample_PSK, target_PK):
 
     # A position's "key" is its number, by which its samples are looked up.
     model = ChunkModel(
-        latents=lambda h_PD, num_draws, key_P: sample_PSK[key_P],
-        decode=lambda latent_PNZ: latent_PNZ,
+        latents=lambda h_PD, num_draws, key_P, noise_scale: sample_PSK[key_P],
+        unfold=lambda latent_RK: latent_RK[..., None],
+        likeliest=lambda x_R1: x_R1[:, 0],
         advance=advance,
         empty_cache=None,
         fork=None,

@@ -69,7 +69,8 @@ def known_model(chunk_size, exact, table):
 
     def advance(tokens_BLK, memory):
         if memory is None:
-            memory = empty_cache(*tokens_BLK.shape[:2])
+            batch, size, _ = tokens_BLK.shape
+            memory = empty_cache(batch, size, size)
         number_BL = (tokens_BLK[:, :, None] == book).all(-1).argmax(-1)
         states = [memory.state()]
         for number_B in number_BL.T:
@@ -80,25 +81,29 @@ def known_model(chunk_size, exact, table):
         memory = Seen(memory.state_BS.at[rows_B1, place_BL].set(state_BL), place_BL[:, -1])
         return state_BL[..., None].astype(jnp.float32), memory
 
-    def empty_cache(batch, size):
+    def empty_cache(batch, size, window):
         return Seen(jnp.zeros((batch, size + 1), jnp.int32), jnp.zeros(batch, jnp.int32))
 
     def fork(cache, length_B, size):
-        memory = empty_cache(len(length_B), size)
+        memory = empty_cache(len(length_B), size, size)
         state_B = Seen(cache.state_BS, length_B).state()
         return memory._replace(state_BS=memory.state_BS.at[:, 0].set(state_B))
 
     def log_probs(h_PD):
         return log_table[h_PD[:, 0].astype(jnp.int32)]
 
-    def latents(h_PD, num_draws, key_P):
+    def latents(h_PD, num_draws, key_P, noise_scale):
         draw = jax.vmap(lambda key, row: jax.random.categorical(key, row, shape=(num_draws, 1)))
         return draw(key_P, log_probs(h_PD)).astype(jnp.float32)
 
-    def decode(latent_PNZ):
-        return book[latent_PNZ[..., 0].astype(jnp.int32)]
+    def unfold(latent_R1):
+        return book[latent_R1[:, 0].astype(jnp.int32)][..., None]
 
-    return ChunkModel(latents, decode, advance, empty_cache, fork, log_probs if exact else None)
+    def likeliest(token_R1):
+        return token_R1[:, 0]
+
+    known = log_probs if exact else None
+    return ChunkModel(latents, unfold, likeliest, advance, empty_cache, fork, known)
 
 
 def expected_terms(chunk_size, number_BL, starts_P, table):
@@ -229,7 +234,7 @@ def test_expectation_over_every_outcome_of_the_draws(chunk_size, exact, num_samp
     model = known_model(chunk_size, exact, table)
     # The "key" of a draw is its outcome: the numbers of its S chunks.
     model = dataclasses.replace(
-        model, latents=lambda h_PD, num_draws, outcome_PS: outcome_PS[..., None]
+        model, latents=lambda h_PD, num_draws, outcome_PS, noise_scale: outcome_PS[..., None]
     )
     outcomes = np.array(list(itertools.product(range(some), repeat=num_samples)))
     # Draws that decide: those on the path, with exact matches all but the last, and otherwise those
@@ -360,7 +365,8 @@ def step_by_step(model, token_BLK, key_BLJ, num_samples):
     advance, draw = jax.jit(model.advance), jax.jit(model.draw, static_argnums=1)
     log_probs = None if model.log_probs is None else jax.jit(model.log_probs)
 
-    cache = model.empty_cache(batch, num_chunks + several)
+    size = num_chunks + several
+    cache = model.empty_cache(batch, size, size)
     seen = [(None, cache)]
     for chunk in range(num_chunks):
         h_B1D, cache = advance(token_BLK[:, chunk : chunk + 1], cache)
@@ -425,7 +431,7 @@ def test_a_fork_reads_as_a_cache_of_its_own(num_kv_heads):
     """Hidden states of two chunks, one by one and together, after each length of one shared cache."""
     model = network(2, num_kv_heads=num_kv_heads)
     token_BLK, own_PBLK = random_tokens(3, 5, 2), random_tokens(5, 3, 2, 2)
-    _, cache = jax.jit(model.advance)(token_BLK, model.empty_cache(3, 6))
+    _, cache = jax.jit(model.advance)(token_BLK, model.empty_cache(3, 6, 6))
     # Rows fork at lengths of their own; each takes all of 1 to 5.
     length_PB = 1 + (np.arange(5)[:, None] + np.arange(3)) % 5
 
@@ -439,7 +445,7 @@ def test_a_fork_reads_as_a_cache_of_its_own(num_kv_heads):
             return together, jnp.concatenate([first, second], axis=1), fork
 
         # The prefix comes back without an axis of starts: it is held once.
-        prefix = KVCache(None, None, 0)
+        prefix = KVCache(None, None, 0, None)
         return jax.vmap(of_start, out_axes=(0, 0, Fork(prefix, 0)))(length_PB, own_PBLK)
 
     together, one_by_one, fork = by_fork(cache, length_PB, own_PBLK)
@@ -448,7 +454,7 @@ def test_a_fork_reads_as_a_cache_of_its_own(num_kv_heads):
     np.testing.assert_array_equal(fork.own.length, np.full((5, 3), 2))
 
     advance = jax.jit(model.advance)
-    caches = [model.empty_cache(3, 8)]
+    caches = [model.empty_cache(3, 8, 8)]
     for chunk in range(5):
         caches.append(advance(token_BLK[:, chunk : chunk + 1], caches[-1])[1])
     for start, row in itertools.product(range(5), range(3)):

@@ -173,7 +173,19 @@ BAD = [
     ("top_p", {"sample.top_p": 0.0}),
     ("top_p", {"sample.top_p": 1.5}),
     ("num_candidates", {"sample.num_candidates": 0}),
+    ("max_draws", {"sample.max_draws": 0}),
+    ("draws_at_once", {"sample.draws_at_once": 0}),
+    ("sampler", {"sample.sampler": "greedy"}),
+    # What a sampler cannot do, or not so cheaply.
+    ("temperature", {"sample.temperature": 0.7, "sample.sampler": "published"}),
+    ("max_draws", {"sample.max_draws": 4, "sample.temperature": 0.2}),
+    ("max_draws", {"sample.max_draws": 2, "sample.temperature": 0.4, "sample.sampler": "growing"}),
     ("max_tokens", {"sample.max_tokens": 0}),
+    ("batch_size", {"sample.batch_size": 0}),
+    ("stop", {"sample.stop": ""}),
+    ("long_context", {"sample.long_context": "cut"}),
+    ("sample.stop", {"sample.stop": [1]}),
+    ("sample.prompts", {"sample.prompts": ()}),
     ("prompt_alignment", {"sample.prompt_alignment": "right"}),
     ("checkpoint.keep", {"checkpoint.keep": 0}),
     ("data", {"mesh.data": 0}),
@@ -417,6 +429,12 @@ BAD_VARIANTS = [
     ("head=flow", {"lm.head.num_blocks": 0}, "lm.head.num_blocks=0 "),
     ("head=flow", {"lm.head.num_samples": 0}, "lm.head.num_samples=0 "),
     ("head=flow", {"sample.temperature": 2.0}, "temperature=2 "),
+    ("head=flow", {"sample.temperature": 0.3, "sample.max_draws": 3}, "max_draws=3 "),
+    (
+        "head=diffusion",
+        {"sample.temperature": 0.4, "sample.sampler": "published"},
+        "temperature=0.4",
+    ),
     ("k=2", {"lm.data.block_tokens": 33}, "lm.data.block_tokens=33 "),
 ]
 
@@ -592,7 +610,9 @@ def test_stored_config_is_the_same_recipe(name, tmp_path):
     tree = stored.get_config(str(tmp_path))
     assert resolve(tree) == config
     tree.sample.prompts = ("one", "two", "three")  # can be overridden on the command line
-    assert resolve(tree).sample.prompts == ("one", "two", "three")
+    tree.sample.stop = ("\n\n",)
+    sample = resolve(tree).sample
+    assert (sample.prompts, sample.stop) == (("one", "two", "three"), ("\n\n",))
 
 
 @pytest.mark.parametrize("content", [None, "{", ""])
@@ -663,6 +683,8 @@ def test_only_training_minds_what_a_resumed_run_would_silently_change(key, value
         ("lm.training.accumulation_steps", 2),
         ("eval.num_samples", 4),
         ("sample.temperature", 0.25),
+        ("sample.sampler", "batch"),
+        ("sample.stop", ("x",)),
         ("mesh.fsdp", 2),
     ],
 )

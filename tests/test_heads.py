@@ -63,7 +63,7 @@ def keys(P, seed=7):
 
 def initial(head, seed=0):
     """The head's initial variables."""
-    init = jax.jit(lambda key: head.init(key, jnp.zeros((1, D)), 1, keys(1), method="sample"))
+    init = jax.jit(lambda key: head.init(key, jnp.zeros((1, D)), 1, keys(1), 1, method="sample"))
     return init(jax.random.key(seed))
 
 
@@ -83,8 +83,8 @@ def normal(*shape, seed=0):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def draws_of(head, variables, h_PD, num_draws, key_P):
-    return head.apply(variables, h_PD, num_draws, key_P, method="sample")
+def draws_of(head, variables, h_PD, num_draws, key_P, noise_scale=1.0):
+    return head.apply(variables, h_PD, num_draws, key_P, noise_scale, method="sample")
 
 
 def trained(loss_of, params, steps, learning_rate, seed=0):
@@ -191,7 +191,7 @@ def overfitted_latent_head(name, steps, learning_rate):
         tokens_BLK = tokens.reshape(ROWS, CHUNKS, K)
         posterior = task.posterior(frozen, tokens_BLK[:, 1:].reshape(-1, K))
         h_PD = task.hidden(params, tokens_BLK).reshape(-1, D)
-        drawn = task.bind(params, frozen).latents(h_PD, 32, keys(len(h_PD)))
+        drawn = task.bind(params, frozen).latents(h_PD, 32, keys(len(h_PD)), 1)
         return posterior, drawn
 
     posterior, drawn_PNZ = latents(params)

@@ -123,7 +123,7 @@ def test_cached_decode_equals_full_forward(num_kv_heads):
     task = calm_task(num_kv_heads=num_kv_heads)
     params, hidden, tokens = random_params(task), hidden_of(task), random_tokens(2, 6, K)
     full, _ = hidden(params, tokens)
-    cache = KVCache.empty(task.model.config, 2, 8, jnp.float32)
+    cache = KVCache.empty(task.model.config, 2, 8, 8, jnp.float32)
     first, cache = hidden(params, tokens[:, :3], cache)
     steps = [first]
     for place in range(3, 6):
@@ -138,7 +138,7 @@ def test_ragged_rows_decode_as_each_row_alone():
     task = calm_task()
     params, hidden, lengths = random_params(task), hidden_of(task), np.array([1, 4, 2], np.int32)
     prompt, more = random_tokens(3, 4, K), random_tokens(3, 2, K, seed=1)
-    cache = KVCache.empty(task.model.config, 3, 6, jnp.float32)
+    cache = KVCache.empty(task.model.config, 3, 6, 6, jnp.float32)
     prefilled, cache = hidden(params, prompt, cache)
     cache = cache._replace(length=jnp.asarray(lengths))
     steps = []
@@ -245,7 +245,7 @@ def test_initial_parameters():
             assert (value == path.endswith("scale")).all(), path
 
     h_PD = np.random.default_rng(0).normal(size=(4, D)).astype(np.float32)
-    latents = task.model.apply({"params": params}, h_PD, 5, keys(4), method="sample")
+    latents = task.model.apply({"params": params}, h_PD, 5, keys(4), 1, method="sample")
     np.testing.assert_array_equal(latents, np.zeros((4, 5, Z)))
 
 

@@ -288,6 +288,8 @@ def test_a_baseline_takes_temperatures_that_flatten_and_top_p(variant_runs):
     # So small a share leaves the likeliest token alone.
     assert run(*command, "--temperature=2", "--top_p=1e-6") == likeliest[0]
     assert run(*command, "--temperature=2").startswith("def ")
+    error = run(*command, "--sampler=batch", status=2)
+    assert "--sampler=batch has no meaning for lm.head.name='softmax'" in error
 
 
 @pytest.mark.slow
@@ -327,8 +329,34 @@ def test_generation_follows_its_seed_and_nothing_else(finished, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def \nclass Value(x\n")
     both = run(*command, f"--prompts_file={prompts}", "--seed=3")
-    assert both.startswith(alone)
+    assert both.startswith(alone) and "\n\nclass Value(x" in both
     assert run(*command, "--prompt=def ", "--seed=4") != alone
+
+
+@pytest.mark.slow
+def test_generation_writes_an_object_a_prompt(finished, tmp_path):
+    """The documented command, with the sampler of T < 1."""
+    output = tmp_path / "texts.jsonl"
+    command = ("calm_jax.generate", f"--workdir={finished[0]}", f"--output={output}")
+    options = (
+        "--prompt=def ",
+        "--prompt=",
+        "--temperature=0.5",
+        "--max_tokens=6",
+        "--max_draws=32",
+    )
+    out = run(*command, *options)
+    assert re.fullmatch(
+        re.escape(f"{output}: 2 texts; temperature 0.5, sampler pooled: ")
+        + r"[\d.]+ draws a chunk, \d of \d chunks not exact\n",
+        out,
+    )
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["prompt"] for record in records] == ["def ", ""]
+    assert all(len(record["tokens"]) == 6 or record["finish"] == "eos" for record in records)
+    before = output.read_bytes()
+    assert "is there already" in run(*command, *options, status=2)
+    assert output.read_bytes() == before
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
-"""Likelihood-free temperature sampling, and the decode loop on a toy model with a known answer."""
+"""Likelihood-free temperature: the laws of one pool, over every pool there is, and of the fraction step.
+
+B rows, N draws a row, C chunks or cases, R trials. Where draws are random, the seeds are fixed and a
+right program fails a comparison for one seed in a million (`FALSE_ALARM`).
+"""
 
 import functools
 import itertools
 import math
-import re
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +14,13 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from calm_jax import sampling, temperature
+from calm_jax import temperature
 from calm_jax.errors import UserError
-from calm_jax.sampling import ChunkModel, SamplingConfig
 
 PROBS = (0.5, 0.3, 0.2)
+FALSE_ALARM = 1e-6
+# Standard errors that a normal mean leaves once in a million.
+FAR = 4.9
 
 
 def pool(letters: str, chunk_size: int = 4) -> np.ndarray:
@@ -26,59 +30,65 @@ def pool(letters: str, chunk_size: int = 4) -> np.ndarray:
     return tokens
 
 
-count_equal = jax.jit(temperature.count_equal)
-choose = jax.jit(temperature.choose, static_argnums=1)
-
-
-def softmax(log_weight_BN: np.ndarray) -> np.ndarray:
+def normalised(log_weight_BN: np.ndarray) -> np.ndarray:
     weight_BN = np.exp(log_weight_BN - log_weight_BN.max(1, keepdims=True))
     return weight_BN / weight_BN.sum(1, keepdims=True)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def log_weights_of_draws(tokens_BNK, temperature_):
-    return temperature.batch_log_weights(temperature.count_equal(tokens_BNK), temperature_)
+def power(probs, s: float) -> np.ndarray:
+    weight = np.asarray(probs, float) ** s
+    return weight / weight.sum()
 
 
-def law_of_draws(tokens_BNK: np.ndarray, temperature_: float) -> np.ndarray:
-    """The probability that `choose` takes each draw, [B, N]."""
-    log_weight_BN, _ = log_weights_of_draws(tokens_BNK, temperature_)
-    return softmax(np.asarray(log_weight_BN, np.float64))
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def log_weights(count_BN, temperature_, leave_out):
+    return temperature.log_weights(count_BN, temperature_, leave_out)
 
 
-def law_of_counts(count_BC: np.ndarray, temperature_: float) -> tuple[np.ndarray, np.ndarray]:
-    """The probability of each chunk, [B, C], in pools where they stand `count_BC` times; the levels."""
-    # The weights are per draw, and a draw's depends on the counts alone: one draw of each chunk will do.
-    filled_BC = jnp.asarray(np.maximum(count_BC, 1), jnp.int32)
-    log_weight_BC, level_B = temperature.batch_log_weights(filled_BC, temperature_)
-    with np.errstate(divide="ignore"):
-        return softmax(np.asarray(log_weight_BC, np.float64) + np.log(count_BC)), np.asarray(
-            level_B
-        )
+def law_of_counts(count_BC, temperature_, leave_out=False) -> tuple[np.ndarray, np.ndarray]:
+    """The probability of each chunk, [B, C], in pools of float64 where they stand `count_BC` times; the levels."""
+    count_BC = np.asarray(count_BC)
+    # The N draws of a pool: as many of each chunk as it has; a shorter pool ends in draws that take no part.
+    ends_BC = count_BC.cumsum(-1)
+    chunk_BN = (np.arange(ends_BC.max())[:, None] >= ends_BC[:, None]).sum(-1)
+    padded_BC = np.pad(count_BC, ((0, 0), (0, 1)))
+    count_BN = np.take_along_axis(padded_BC, chunk_BN, axis=1)
+    with jax.enable_x64(True):
+        log_weight_BN, level_B = log_weights(count_BN, temperature_, leave_out)
+    assert log_weight_BN.dtype == np.float64
+    prob_BN = normalised(np.asarray(log_weight_BN))
+    chunks = np.arange(count_BC.shape[1])[:, None, None]
+    return np.where(chunk_BN == chunks, prob_BN, 0).sum(-1).T, np.asarray(level_B)
 
 
-def counts_law(counts, temperature_: float) -> np.ndarray:
+def counts_law(counts, temperature_, leave_out=False) -> np.ndarray:
     """The probability of each chunk of one pool."""
-    count_1C = np.array([[*counts, *[0] * (5 - len(counts))]])  # one shape compiles once
-    return law_of_counts(count_1C, temperature_)[0][0, : len(counts)]
+    return law_of_counts([counts], temperature_, leave_out)[0][0]
 
 
-def reference_law(counts, temperature_: float) -> np.ndarray:
-    """The same in double precision, from the formulas of the specification."""
+def binomial(top: float, bottom: float) -> float:
+    """`C(top, bottom)` by Gamma functions."""
+    return math.exp(math.lgamma(top + 1) - math.lgamma(bottom + 1) - math.lgamma(top - bottom + 1))
+
+
+def comb(top: int, bottom: int) -> int:
+    return math.comb(top, bottom) if top >= bottom else 0
+
+
+def reference_law(counts, temperature_, leave_out=False) -> np.ndarray:
+    """The same one count at a time, from the formulas of the specification (section 7)."""
     s = 1 / temperature_
-    while True:
-        n = math.floor(s + 1e-6)
-        a = max(s - n, 0.0) if abs(s - round(s)) > 1e-6 else 0.0
-        weight = [
-            0.0
-            if c < n
-            else math.exp(math.lgamma(c + 1) - math.lgamma(c + 1 - n - a))
-            * ((1 - a) ** 2 if c == n else 1)
-            for c in counts
-        ]
-        if sum(weight):
-            return np.array(weight) / sum(weight)
-        s -= 1
+    n = math.floor(s + 1e-6)
+    a = 0.0 if abs(s - round(s)) < 1e-6 else s - n
+    n = min(n, max(counts))
+    weight = [
+        0.0 if c < n else binomial(c, n + a) * ((1 - a) ** 2 if c == n else 1.0) for c in counts
+    ]
+    if leave_out:
+        assert a == 0  # the specification says it for whole exponents
+        left = [comb(c - n, n) for c in counts]
+        weight = [w / (1 + sum(weight) - w + rest) for w, rest in zip(weight, left, strict=True)]
+    return np.array(weight) / sum(weight)
 
 
 def compositions(total: int) -> np.ndarray:
@@ -86,49 +96,224 @@ def compositions(total: int) -> np.ndarray:
     return np.array([(a, b, total - a - b) for a in range(total + 1) for b in range(total + 1 - a)])
 
 
-# --- The batch rule -----------------------------------------------------------------------------
+def p_value(observed: np.ndarray, expected: np.ndarray) -> float:
+    """Of a chi-square test of observed counts; what cannot happen must not have happened."""
+    possible = expected > 0
+    assert not observed[~possible].any()
+    return scipy.stats.chisquare(observed[possible], observed.sum() * expected[possible]).pvalue
+
+
+# --- How often draws are equal ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 4])
+def test_count_equal_against_brute_force(chunk_size):
+    rng = np.random.default_rng(chunk_size)
+    tokens = rng.integers(0, 3, (5, 30, chunk_size)).astype(np.int32)
+    rows = [[tuple(chunk) for chunk in row] for row in tokens.tolist()]
+    expected = [[row.count(chunk) for chunk in row] for row in rows]
+    assert np.asarray(jax.jit(temperature.count_equal)(tokens)).tolist() == expected
+
+
+def test_groups_are_binomials_of_the_counts():
+    """`sum_x C(c_x, n)`; draws with count 0 are in none."""
+    rows = [(5, 3, 2), (10,), (4, 4), (1,) * 10, (2, 2, 2, 2, 2), ()]
+    count_BN = np.zeros((len(rows), 10), np.int32)
+    for row, counts in enumerate(rows):
+        count_BN[row, : sum(counts)] = np.repeat(counts, counts)
+    for n in (1, 2, 3, 5, 11):
+        expected = [sum(math.comb(c, n) for c in counts) for counts in rows]
+        np.testing.assert_allclose(temperature.groups(count_BN, n), expected, rtol=1e-6)
+
+
+def test_groups_of_a_large_pool_stay_finite():
+    groups = np.asarray(temperature.groups(np.full((1, 1024), 1024, np.int32), 300))
+    assert np.isfinite(groups).all() and (groups > 1e6).all()
+
+
+# --- Exact from one pool: `emission_probabilities` ----------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def emission_of_pools(pool_BN, n):
+    count_BN = temperature.count_equal(pool_BN[..., None])
+    return temperature.emission_probabilities(count_BN, n)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("num_draws", [2, 3, 4, 5, 6, 7, 8])
+def test_emission_over_every_ordered_pool_is_proportional_to_the_power(num_draws, n):
+    """Whatever the pool's size from n on; a smaller one refuses. To 1e-12 for two laws."""
+    pool_BN = np.array(list(itertools.product(range(3), repeat=num_draws)))
+    with jax.enable_x64(True):
+        prob_BN = np.asarray(emission_of_pools(pool_BN, n))
+    assert (prob_BN >= 0).all() and (prob_BN.sum(-1) <= 1 + 1e-12).all()
+    if num_draws < n:
+        assert not prob_BN.any()
+        return
+    for probs in (PROBS, (0.7, 0.05, 0.25)):
+        of_pool_B1 = np.prod(np.array(probs)[pool_BN], axis=1)[:, None]
+        law = np.array([(of_pool_B1 * prob_BN)[pool_BN == chunk].sum() for chunk in range(3)])
+        np.testing.assert_allclose(law / law.sum(), power(probs, n), rtol=0, atol=1e-12)
+    # It refuses now and then, and not where all draws are equal and enough for any rest.
+    assert (prob_BN.sum(-1) < 0.999).any()
+    if num_draws >= 2 * n - 1:
+        assert prob_BN.sum(-1)[(pool_BN == 0).all(1)] == pytest.approx(1)
+
+
+def emission_by_hand(counts, n):
+    """The probability of each chunk of one pool, from the specification's words (section 7)."""
+    probs = []
+    for chunk, c in enumerate(counts):
+        rest = [other - n * (i == chunk) for i, other in enumerate(counts)]
+        if c < n:
+            probs.append(0.0)
+            continue
+        left, r = sum(math.comb(y, n) for y in rest), max(n - 1, *rest)
+        probs.append(math.comb(c, n) / (left + math.comb(r + n, n) - math.comb(r, n)))
+    return probs
+
+
+def test_emission_of_larger_pools_in_single_precision_is_the_formula():
+    """Also where two chunks are the most frequent, or where one is so many times over."""
+    rows = [(20, 9, 4, 2, 1), (12, 12, 12), (18, 18), (36,), (30, 1, 5), (35, 1), (34, 2)]
+    rows += [(1,) * 36, (2,) * 18, (3,) * 12, (2, *[1] * 34), (3, *[1] * 33)]
+    count_BN = np.array([np.repeat(counts, counts) for counts in rows])
+    for n in (2, 3, 7):
+        prob_BN = jax.jit(temperature.emission_probabilities, static_argnums=1)(count_BN, n)
+        expected = [
+            np.repeat(np.array(emission_by_hand(counts, n)) / counts, counts) for counts in rows
+        ]
+        np.testing.assert_allclose(prob_BN, expected, rtol=2e-5, atol=1e-30)
+
+
+def test_emission_of_a_thousand_draws_adds_up_to_at_most_one():
+    """In single precision, where binomials reach 1e180; never NaN, and certain when all draws are equal."""
+    rng = np.random.default_rng(0)
+    rows = [np.full(1024, 1024), np.ones(1024)]
+    for share in (0.5, 0.9, 0.99):
+        counts = rng.multinomial(1024, [share, *[(1 - share) / 20] * 20])
+        rows.append(np.repeat(counts, counts))
+    count_BN = np.array(rows, np.int32)
+    for n in (2, 3, 40):
+        prob_BN = np.asarray(temperature.emission_probabilities(count_BN, n))
+        assert np.isfinite(prob_BN).all() and (prob_BN >= 0).all()
+        sum_B = prob_BN.sum(-1)
+        assert (sum_B < 1 + 1e-3).all()
+        assert sum_B[0] == pytest.approx(1, rel=1e-3) and sum_B[1] == 0
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_counts_below_the_exponent_make_no_difference_to_emission(n):
+    """So that a pool need not be counted further than that."""
+    rng = np.random.default_rng(n)
+    tokens_BN1 = rng.integers(0, 9, (300, 24, 1)) ** 2 // 8
+    count_BN = np.asarray(temperature.count_equal(jnp.asarray(tokens_BN1)))
+    other_BN = np.where(count_BN < n, rng.integers(1, n, count_BN.shape), count_BN)
+    assert (other_BN != count_BN).any() or n == 2
+    np.testing.assert_array_equal(
+        temperature.emission_probabilities(jnp.asarray(count_BN), n),
+        temperature.emission_probabilities(jnp.asarray(other_BN), n),
+    )
+
+
+def test_frequencies_of_emit_and_of_its_refusals():
+    counts, rows = (5, 3, 1, 1), 20_000
+    count_N = np.repeat(counts, counts)
+    prob_N = np.repeat(np.array(emission_by_hand(counts, 2)) / counts, counts)
+    key_B = jax.random.split(jax.random.key(4), rows)
+    index_B, emitted_B = jax.jit(temperature.emit, static_argnums=1)(
+        np.tile(count_N, (rows, 1)), 2, key_B
+    )
+    outcome_B = np.where(emitted_B, index_B, len(count_N))
+    assert (np.asarray(index_B) < len(count_N)).all()  # a refusal points at some draw, too
+    expected = np.append(prob_N, 1 - prob_N.sum())
+    assert expected[-1] > 0.05
+    assert p_value(np.bincount(outcome_B, minlength=11), expected) > FALSE_ALARM
+
+
+# --- A choice by weight: `log_weights` ----------------------------------------------------------
 
 
 def test_law_over_all_ordered_pools():
     """Every pool of 4 draws of (.5, .3, .2) with its probability, at T = 1/2: .59 (paper.md)."""
-    pools = np.array(list(itertools.product(range(3), repeat=4)))
-    tokens_BNK = np.stack([np.zeros_like(pools), pools], axis=-1)
-    prob_BN = law_of_draws(tokens_BNK, 1 / 2)
-    pool_prob_B = np.prod(np.array(PROBS)[pools], axis=1)
-    total = [(pool_prob_B[:, None] * prob_BN)[pools == chunk].sum() for chunk in range(3)]
-    assert sum(total) == pytest.approx(1, abs=1e-6)
-    assert total[0] == pytest.approx(0.59, abs=1e-6)
+    pool_BN = np.array(list(itertools.product(range(3), repeat=4)))
+    count_BN = temperature.count_equal(jnp.asarray(pool_BN[..., None]))
+    prob_BN = normalised(np.asarray(log_weights(count_BN, 1 / 2, False)[0], np.float64))
+    of_pool_B = np.prod(np.array(PROBS)[pool_BN], axis=1)
+    law = [(of_pool_B[:, None] * prob_BN)[pool_BN == chunk].sum() for chunk in range(3)]
+    assert sum(law) == pytest.approx(1, abs=1e-6)
+    assert law[0] == pytest.approx(0.59, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "n, num_draws, first",
-    [
-        (2, 4, 0.59),
-        (2, 10, 0.617446),
-        (2, 20, 0.634718),
-        (2, 50, 0.647705),
-        (2, 100, 0.652621),
-        (3, 10, 0.677294),
-        (3, 20, 0.717494),
-        (3, 50, 0.751677),
-        (3, 100, 0.765643),
-        (1, 10, 0.5),
-    ],
-)
-def test_law_is_the_table_of_the_paper_notes(n, num_draws, first):
-    """Over all counts of a pool, with their multinomial probability; the limit for n = 2 is .657895."""
+def expected_law(num_draws: int, temperature_: float, leave_out: bool) -> np.ndarray:
+    """Of a choice from one pool, over all counts with their multinomial probability."""
     counts_C3 = compositions(num_draws)
-    one_shape_C3 = np.resize(counts_C3, (5151, 3))
-    prob_C3 = law_of_counts(one_shape_C3, 1 / n)[0][: len(counts_C3)]
     multinomial_C = scipy.stats.multinomial.pmf(counts_C3, num_draws, PROBS)
-    # Half a unit of the last printed digit, and the rounding of log-gamma in float32, which grows with N.
-    tolerance = 5e-7 + 1e-7 * num_draws
-    assert multinomial_C @ prob_C3[:, 0] == pytest.approx(first, abs=tolerance)
+    return multinomial_C @ law_of_counts(counts_C3, temperature_, leave_out)[0]
+
+
+TABLE = [
+    (2, 4, 0.59),
+    (2, 10, 0.617446),
+    (2, 20, 0.634718),
+    (2, 50, 0.647705),
+    (2, 100, 0.652621),
+    (3, 10, 0.677294),
+    (3, 20, 0.717494),
+    (3, 50, 0.751677),
+    (3, 100, 0.765643),
+]
+
+
+@pytest.mark.parametrize("n, num_draws, first", TABLE)
+def test_law_is_the_table_of_the_paper_notes(n, num_draws, first):
+    """To half a unit of the last printed digit. The limits are .657895 and .78125."""
+    law = expected_law(num_draws, 1 / n, leave_out=False)
+    assert law.sum() == pytest.approx(1, abs=1e-12)
+    assert law[0] == pytest.approx(first, abs=5.1e-7)
+
+
+@pytest.mark.parametrize("leave_out", [False, True])
+def test_a_choice_at_temperature_1_is_a_draw(leave_out):
+    np.testing.assert_allclose(expected_law(10, 1, leave_out), PROBS, atol=1e-12)
+
+
+def test_a_pool_of_two_at_one_half_is_a_draw():
+    np.testing.assert_allclose(expected_law(2, 1 / 2, False), PROBS, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_leaving_out_makes_the_bias_smaller_and_fall_faster(n):
+    """Total variation from the power; five times the draws leave a fifth of the published bias at best."""
+
+    def bias(num_draws, leave_out):
+        return np.abs(expected_law(num_draws, 1 / n, leave_out) - power(PROBS, n)).sum() / 2
+
+    published = [bias(num_draws, False) for num_draws in (20, 100)]
+    ours = [bias(num_draws, True) for num_draws in (20, 100)]
+    assert ours[0] < 0.6 * published[0]
+    assert ours[1] < 0.1 * published[1]
+    assert published[1] > published[0] / 6
+    assert ours[1] < ours[0] / 12
+
+
+def test_leaving_out_makes_the_bias_smaller_between_whole_exponents_too():
+    """Consistent: from 20 draws to 100 the bias falls to less than half, whatever the exponent."""
+    for temperature_ in (0.99, 0.9, 0.8, 2 / 3, 0.55, 0.45, 0.4, 0.36):
+        power_ = power(PROBS, 1 / temperature_)
+        published, few, many = (
+            np.abs(expected_law(num_draws, temperature_, leave_out) - power_).sum() / 2
+            for num_draws, leave_out in ((100, False), (20, True), (100, True))
+        )
+        assert many < 0.5 * few + 1e-4, temperature_
+        assert many < 0.5 * published + 1e-4, temperature_
 
 
 def test_example_pool():
     """{A,C,A,D,B,E,A,F,B,G} at n = 2: C(3,2) : C(2,2) = 3/4 : 1/4, all others 0."""
-    (prob_N,) = law_of_draws(pool("ACADBEAFBG")[None], 1 / 2)
+    count_BN = temperature.count_equal(jnp.asarray(pool("ACADBEAFBG")[None]))
+    (prob_N,) = normalised(np.asarray(log_weights(count_BN, 1 / 2, False)[0], np.float64))
     expected = {"A": 3 / 4 / 3, "B": 1 / 4 / 2}
     np.testing.assert_allclose(prob_N, [expected.get(x, 0) for x in "ACADBEAFBG"], atol=1e-6)
 
@@ -149,55 +334,202 @@ def test_example_pool():
 )
 def test_weights_are_binomials_and_fall_back_to_lower_levels(counts, n, expected):
     """C(c, n), and n-1 for n where no chunk stands n times."""
-    np.testing.assert_allclose(counts_law(counts, 1 / n), expected, atol=2e-6)
+    np.testing.assert_allclose(counts_law(counts, 1 / n), expected, atol=1e-12)
 
 
-def test_each_row_has_its_own_level():
-    count_BC = np.array([[3, 1, 0, 0], [2, 1, 1, 0], [1, 1, 1, 1], [9, 0, 0, 0]])
-    prob_BC, level_B = law_of_counts(count_BC, 1 / 3)
-    assert level_B.tolist() == [3, 2, 1, 3]
+def test_leave_out_weights_by_hand():
+    """Counts (4, 3, 2), n = 2: C(c, n) of 6, 3, 1, over what the rest of the pool adds up to."""
+    weights = 6 / (1 + 4 + 1), 3 / (1 + 7 + 0), 1 / (1 + 9 + 0)
+    expected = np.array(weights) / sum(weights)
+    np.testing.assert_allclose(counts_law((4, 3, 2), 1 / 2, leave_out=True), expected, rtol=1e-12)
+    np.testing.assert_allclose(reference_law((4, 3, 2), 1 / 2, True), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("leave_out", [False, True])
+def test_each_row_has_its_own_level(leave_out):
+    count_BC = [[3, 1, 0, 0], [2, 1, 1, 0], [1, 1, 1, 1], [4, 0, 0, 0]]
     expected = [[1, 0, 0, 0], [1, 0, 0, 0], [1 / 4] * 4, [1, 0, 0, 0]]
-    np.testing.assert_allclose(prob_BC, expected, atol=1e-6)
+    for temperature_ in (1 / 3, 0.3):
+        prob_BC, level_B = law_of_counts(count_BC, temperature_, leave_out)
+        assert level_B.tolist() == [3, 2, 1, 3]
+        np.testing.assert_allclose(prob_BC, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("temperature_", [0.95, 0.8, 0.6, 0.51, 0.45, 0.4, 0.3, 0.15])
 @pytest.mark.parametrize(
-    "counts", [(1, 1), (1, 2), (3, 2, 1, 1), (2, 2, 1), (20, 9, 4, 2, 1), (60, 40, 7)]
+    "temperature_, leave_out",
+    [
+        *itertools.product([1, 0.95, 0.8, 0.6, 0.51, 0.5, 0.45, 0.4, 1 / 3, 0.15], [False]),
+        *itertools.product([1, 1 / 2, 1 / 3, 1 / 7], [True]),
+    ],
 )
-def test_real_exponents_follow_the_gamma_formula(temperature_, counts):
-    expected = reference_law(counts, temperature_)
-    np.testing.assert_allclose(counts_law(counts, temperature_), expected, rtol=2e-4, atol=1e-7)
+def test_weights_follow_the_formulas(temperature_, leave_out):
+    """The specification's, with every level that these pools fall back to."""
+    rows = [(1, 1), (1, 2), (3, 2, 1, 1), (2, 2, 1), (20, 9, 4, 2, 1), (60, 40, 7), (7, 6)]
+    count_BC = np.array([counts + (0,) * (5 - len(counts)) for counts in rows])
+    law_BC, _ = law_of_counts(count_BC, temperature_, leave_out)
+    expected = [reference_law(counts, temperature_, leave_out) for counts in count_BC]
+    np.testing.assert_allclose(law_BC, expected, rtol=1e-9, atol=1e-15)
 
 
-def test_reference_law_by_hand():
+def test_single_precision_is_close_enough():
+    """The tables are summed in double precision; a pool of 1008 at two temperatures."""
+    counts = (500, 300, 150, 50, 5, 2, 1)
+    count_BN = np.repeat(counts, counts)[None].astype(np.int32)
+    for temperature_, leave_out in ((0.5, False), (0.5, True), (0.3, False), (1 / 3, True)):
+        prob_N = normalised(np.asarray(log_weights(count_BN, temperature_, leave_out)[0]))[0]
+        law = np.add.reduceat(prob_N, np.cumsum([0, *counts[:-1]]))
+        np.testing.assert_allclose(
+            law, reference_law(counts, temperature_, leave_out), rtol=2e-4, atol=1e-7
+        )
+
+
+def test_real_exponents_by_hand():
     """T = 2/3: s = 1.5; G(3)/G(1.5) against (1/4) G(2)/G(0.5), for c = 2 and 1."""
     weights = 2 / (math.sqrt(math.pi) / 2), 0.25 / math.sqrt(math.pi)
     expected = np.array(weights) / sum(weights)
     np.testing.assert_allclose(reference_law((2, 1), 2 / 3), expected, rtol=1e-12)
-    np.testing.assert_allclose(counts_law((2, 1), 2 / 3), expected, rtol=1e-5)
+    np.testing.assert_allclose(counts_law((2, 1), 2 / 3), expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("leave_out", [False, True])
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("side", [-1, 1])
-@pytest.mark.parametrize(
-    "counts", [(1, 1, 1), (2, 1, 1), (3, 2, 1, 1), (2, 2, 1), (12, 5, 3, 2, 1)]
-)
-def test_law_is_continuous_where_the_exponent_is_whole(n, side, counts):
-    """From both sides, and far enough from 1/n not to be taken for it."""
-    exact, distances = counts_law(counts, 1 / n), []
-    for distance in (1e-2, 1e-4):
-        near = (1 + side * distance) / n
-        assert temperature.split_exponent(near)[1] != 0
-        distances.append(np.abs(counts_law(counts, near) - exact).max())
-    assert distances[1] < 1e-3
-    assert distances[1] <= distances[0] / 20 + 1e-6
+def test_law_is_continuous_where_the_exponent_is_whole(n, leave_out):
+    """From both sides, and far enough from 1/n not to be taken for it; with pools that fall back."""
+    count_BC = [
+        [1, 1, 1, 0, 0],
+        [2, 1, 1, 0, 0],
+        [3, 2, 1, 1, 0],
+        [2, 2, 1, 0, 0],
+        [12, 5, 3, 2, 1],
+    ]
+    exact, _ = law_of_counts(count_BC, 1 / n, leave_out)
+    for side in (-1, 1):
+        gaps = []
+        for distance in (1e-2, 1e-5):
+            near = (1 + side * distance) / n
+            assert temperature.split_exponent(near)[1] != 0
+            gaps.append(np.abs(law_of_counts(count_BC, near, leave_out)[0] - exact).max())
+        assert gaps[1] < 1e-4
+        assert gaps[1] < gaps[0] / 200
 
 
 def test_lower_temperature_sharpens():
-    first = [counts_law((30, 20, 10), t)[0] for t in (1, 0.9, 0.7, 0.5, 0.45, 0.33, 0.2, 0.1)]
-    assert first == sorted(first)
-    assert first[0] == pytest.approx(0.5, abs=1e-5)
-    assert first[-1] > 0.98
+    for leave_out in (False, True):
+        first = [
+            counts_law((30, 20, 10), t, leave_out)[0]
+            for t in (1, 0.9, 0.7, 0.5, 0.45, 0.33, 0.2, 0.1)
+        ]
+        assert first == sorted(first)
+        assert first[0] == pytest.approx(0.5, abs=1e-12)
+        assert first[-1] > 0.98
+
+
+def test_a_third_in_single_precision_is_a_third():
+    for counts in ((5, 4, 3, 2), (2, 1), (1, 1)):
+        np.testing.assert_array_equal(counts_law(counts, 0.33333334), counts_law(counts, 1 / 3))
+
+
+@pytest.mark.parametrize("leave_out", [False, True])
+@pytest.mark.parametrize("tiny", [1e-3, 1e-10, 5e-324])
+def test_tiny_temperatures_take_the_most_frequent_chunk(tiny, leave_out):
+    assert counts_law((2, 3, 1), tiny, leave_out).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("leave_out", [False, True])
+def test_draws_with_count_0_take_no_part(leave_out):
+    """Wherever they stand, the others' law is that of a pool without them."""
+    count_BN = np.array([[0, 3, 0, 2, 3, 2, 0, 3, 1], [0, 0, 1, 0, 0, 0, 1, 0, 0]])
+    for temperature_ in (1, 1 / 2, 0.4):
+        log_weight_BN, level_B = log_weights(count_BN, temperature_, leave_out)
+        prob_BN = normalised(np.asarray(log_weight_BN, np.float64))
+        assert not prob_BN[count_BN == 0].any()
+        law = counts_law((3, 2, 1), temperature_, leave_out)
+        by_count = [prob_BN[0][count_BN[0] == c].sum() for c in (3, 2, 1)]
+        np.testing.assert_allclose(by_count, law, atol=1e-6)
+        np.testing.assert_allclose(prob_BN[1], count_BN[1] / 2, atol=1e-6)
+        assert level_B.tolist() == [min(3, int(1 / temperature_)), 1]
+
+
+def test_frequencies_of_pick_in_one_pool():
+    counts, rows = (5, 3, 2, 1), 20_000
+    count_N = np.repeat(counts, counts)
+    key_B = jax.random.split(jax.random.key(1), rows)
+    for temperature_, leave_out in ((0.8, False), (0.3, False), (0.5, True)):
+        weight_BN, _ = log_weights(count_N[None], temperature_, leave_out)
+        index_B = jax.jit(temperature.pick)(jnp.tile(weight_BN, (rows, 1)), key_B)
+        observed = np.bincount(index_B, minlength=len(count_N))
+        law = reference_law(counts, temperature_, leave_out)
+        assert p_value(observed, np.repeat(law / counts, counts)) > FALSE_ALARM
+
+
+# --- The fraction step --------------------------------------------------------------------------
+
+
+def sibuya_survival(fraction: float, most: int) -> np.ndarray:
+    """`P(R > k) = prod_{j<=k} (1 - a/j)` for k = 0 .. most."""
+    return np.cumprod([1, *(1 - fraction / np.arange(1, most + 1))])
+
+
+@functools.lru_cache
+def patience_of(fraction: float) -> np.ndarray:
+    key_R = jax.random.split(jax.random.key(5), 50_000)
+    return np.asarray(jax.jit(temperature.patience, static_argnums=0)(fraction, key_R))
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.5, 0.9, 1e-4, 1 - 1e-4])
+def test_patience_survives_as_the_bernoulli_factory_does(fraction):
+    """From the first draw to the ten-thousandth: the mean of R is infinite, so the tail is what counts."""
+    patience_R = patience_of(fraction)
+    assert (patience_R >= 1).all()
+    assert (np.trunc(patience_R) == patience_R).all()
+    survival = sibuya_survival(fraction, 10_000)
+    for k in (1, 2, 3, 5, 10, 100, 1000, 10_000):
+        outlive = int((patience_R > k).sum())
+        test = scipy.stats.binomtest(outlive, len(patience_R), survival[k])
+        assert test.pvalue > FALSE_ALARM, k
+
+
+def sequential_factory(prob: float, fraction: float, num: int) -> tuple[np.ndarray, np.ndarray]:
+    """Algorithm 1's second step as the specification says it, `num` times: whether it accepts, after how many draws."""
+    rng = np.random.default_rng(6)
+    accepts, draws = np.zeros(num, bool), np.zeros(num, int)
+    going, i = np.arange(num), 0
+    while len(going):
+        i += 1
+        match = rng.random(len(going)) < prob
+        gives_up = ~match & (rng.random(len(going)) < fraction / i)
+        accepts[going[match]] = True
+        draws[going[match | gives_up]] = i
+        going = going[~match & ~gives_up]
+    return accepts, draws
+
+
+@pytest.mark.parametrize(
+    "prob, fraction, accepted, mean_draws",
+    [(0.25, 0.5, 0.5, 2.0), (0.1, 0.3, 0.50119, 5.0119), (0.5, 0.9, 0.53589, 1.07177)],
+)
+def test_patience_accepts_with_the_probability_s_power(prob, fraction, accepted, mean_draws):
+    """p^a after p^(a-1) draws (paper.md), and together with them as the sequential loop does."""
+    patience_R = patience_of(fraction)
+    first_match_R = np.random.default_rng(7).geometric(prob, len(patience_R))
+    draws_R = np.minimum(first_match_R, patience_R)
+    accepts_R = first_match_R <= patience_R
+    sequential = sequential_factory(prob, fraction, len(patience_R))
+    for accepts, draws in ((accepts_R, draws_R), sequential):
+        spread = math.sqrt(accepted * (1 - accepted) / len(draws))
+        # 1e-5 for the printed digits.
+        assert abs(accepts.mean() - accepted) < FAR * spread + 1e-5
+        assert abs(draws.mean() - mean_draws) < FAR * draws.std() / math.sqrt(len(draws)) + 1e-4
+    most = int(np.quantile(draws_R, 0.995))
+    table = [
+        np.bincount(2 * np.minimum(draws, most).astype(int) + accepts, minlength=2 * most + 2)[2:]
+        for accepts, draws in ((accepts_R, draws_R), sequential)
+    ]
+    table = np.array(table)[:, np.sum(table, axis=0) > 20]
+    assert scipy.stats.chi2_contingency(table).pvalue > FALSE_ALARM
+
+
+# --- Temperatures -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [0, 0.0, -0.5, 1.0001, 2, math.inf, -math.inf, math.nan])
@@ -227,338 +559,3 @@ def test_split_exponent(temperature_, n, a):
     assert whole == n
     assert fraction == pytest.approx(a, abs=1e-9)
     assert (fraction == 0) == (a == 0)
-
-
-def test_a_third_in_single_precision_is_a_third():
-    for counts in ((5, 4, 3, 2), (2, 1), (1, 1)):
-        np.testing.assert_array_equal(counts_law(counts, 0.33333334), counts_law(counts, 1 / 3))
-
-
-@pytest.mark.parametrize(
-    "tiny",
-    [
-        1e-3,
-        1e-8,
-        1e-10,
-        5e-324,
-    ],
-)
-def test_tiny_temperatures_take_the_most_frequent_chunk(tiny):
-    assert counts_law((2, 3, 1), tiny).tolist() == [0, 1, 0]
-
-
-@pytest.mark.parametrize("chunk_size", [1, 2, 4])
-def test_count_equal_against_brute_force(chunk_size):
-    rng = np.random.default_rng(chunk_size)
-    tokens = rng.integers(0, 3, (5, 30, chunk_size)).astype(np.int32)
-    rows = [[tuple(chunk) for chunk in row] for row in tokens.tolist()]
-    expected = [[row.count(chunk) for chunk in row] for row in rows]
-    assert np.asarray(count_equal(tokens)).tolist() == expected
-
-
-# --- choose -------------------------------------------------------------------------------------
-
-# A test of a right program fails for one seed in a hundred thousand; the seeds are fixed.
-FALSE_ALARM = 1e-5
-
-
-def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
-    """The p-value of observed counts; what cannot happen must not have happened."""
-    possible = expected > 0
-    assert not observed[~possible].any()
-    return scipy.stats.chisquare(observed[possible], observed.sum() * expected[possible]).pvalue
-
-
-@pytest.mark.parametrize("temperature_", [0.8, 0.5, 0.3])
-def test_frequencies_of_choose_in_one_pool(temperature_):
-    letters, rows = "AAAAABBBCCD", 4000
-    tokens_BNK = np.tile(pool(letters), (rows, 1, 1))
-    choice = choose(tokens_BNK, temperature_, jax.random.split(jax.random.key(1), rows))
-    assert choice.tokens.shape == (rows, 4)
-    chosen_B = np.asarray(choice.tokens)[:, -1]
-    observed = np.bincount(chosen_B, minlength=4)
-    assert chi_square(observed, reference_law((5, 3, 2, 1), temperature_)) > FALSE_ALARM
-    np.testing.assert_array_equal(choice.count, np.array([5, 3, 2, 1])[chosen_B])
-    assert set(np.asarray(choice.level)) == {math.floor(1 / temperature_ + 1e-6)}
-
-
-@pytest.mark.parametrize("temperature_, num_draws, first", [(1, 10, 0.5), (1 / 2, 4, 0.59)])
-def test_frequencies_over_random_pools(temperature_, num_draws, first):
-    """`sample_chunk` on a known p: the law of the table, pools and choice together; p itself at T = 1."""
-    rows = 4000
-
-    def latents(h_PD, num, key_P):
-        def draw(key):
-            return jax.random.categorical(key, jnp.log(jnp.array(PROBS)), shape=(num, 1))
-
-        return jax.vmap(draw)(key_P)
-
-    model = ChunkModel(latents, lambda latent_PNZ: latent_PNZ, None, None, None, None)
-    key_B = jax.random.split(jax.random.key(2), rows)
-    config = SamplingConfig(temperature_, 1.0, num_draws, 128, "left", ("x",))
-    sample = jax.jit(sampling.sample_chunk, static_argnums=(0, 3))
-    chunk_BK = sample(model, jnp.zeros((rows, 1)), key_B, config)
-    observed = np.bincount(np.asarray(chunk_BK)[:, 0] == 0, minlength=2)
-    assert chi_square(observed, np.array([1 - first, first])) > FALSE_ALARM
-
-
-def test_rows_are_independent_of_their_neighbours():
-    rng = np.random.default_rng(0)
-    tokens_BNK = jnp.asarray(rng.integers(0, 2, (6, 12, 3)).astype(np.int32))
-    key_B = jax.random.split(jax.random.key(3), 6)
-    together = choose(tokens_BNK, 0.4, key_B)
-    for row in range(6):
-        alone = choose(tokens_BNK[row : row + 1], 0.4, key_B[row : row + 1])
-        for one, other in zip(alone, together, strict=True):
-            np.testing.assert_array_equal(one[0], other[row])
-    turned = choose(tokens_BNK[::-1], 0.4, key_B[::-1])
-    np.testing.assert_array_equal(turned.tokens[::-1], together.tokens)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"temperature": -0.1},
-        {"temperature": math.nan},
-        {"temperature": math.inf},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"num_candidates": 0},
-        {"max_tokens": 0},
-        {"prompt_alignment": "right"},
-    ],
-)
-def test_bad_sampling_config_is_refused(changes):
-    good = {
-        "temperature": 0.5,
-        "top_p": 1.0,
-        "num_candidates": 200,
-        "max_tokens": 128,
-        "prompt_alignment": "left",
-        "prompts": ("x",),
-    }
-    SamplingConfig(**good)
-    with pytest.raises(UserError, match=next(iter(changes))):
-        SamplingConfig(**(good | changes))
-
-
-# --- The decode loop ----------------------------------------------------------------------------
-
-CHUNK, VOCAB, EOS = 3, 11, 10
-
-
-class ToyCache(NamedTuple):
-    """The chunks read so far, laid out as a KV cache is: [B, S, K], of which [B] are filled."""
-
-    tokens: jax.Array
-    length: jax.Array
-
-
-def toy_advance(tokens_BLK, cache):
-    """A chunk's hidden state is a checksum of it, its place and every chunk before it in its row."""
-    num_new = tokens_BLK.shape[1]
-    write = jax.vmap(lambda rows, new, at: jax.lax.dynamic_update_slice(rows, new, (at, 0)))
-    seen_BSK = write(cache.tokens, tokens_BLK, cache.length)
-    weight_SK = (jnp.arange(seen_BSK.shape[1] * CHUNK).reshape(-1, CHUNK) * 7 + 1) % 101
-    part_BS = (seen_BSK * weight_SK).sum(-1)
-    sum_BS = jnp.cumsum(part_BS, axis=1) % 1009
-    place_BL = cache.length[:, None] + jnp.arange(num_new)
-    h_BL = jnp.take_along_axis(sum_BS, place_BL, axis=1)
-    return h_BL[..., None], ToyCache(seen_BSK, cache.length + num_new)
-
-
-def toy_empty_cache(batch, size):
-    return ToyCache(jnp.zeros((batch, size, CHUNK), jnp.int32), jnp.zeros(batch, jnp.int32))
-
-
-TOY = ChunkModel(None, None, toy_advance, toy_empty_cache, None, None)
-
-
-def toy_next(h_BD, step):
-    """The next chunk as a function of the checksum and the step; eos about once in four chunks."""
-    return (h_BD * jnp.arange(2, 2 + CHUNK) + step) % VOCAB
-
-
-def toy_continuation(prompt: list[list[int]], num_chunks: int) -> list[list[int]]:
-    """What `generate` should give for one row, from the definition, without any cache."""
-    chunks, generated = list(prompt), []
-    for step in range(num_chunks):
-        flat = [token for chunk in chunks for token in chunk]
-        checksum = sum(token * ((7 * i + 1) % 101) for i, token in enumerate(flat)) % 1009
-        chunk = [(checksum * factor + step) % VOCAB for factor in range(2, 2 + CHUNK)]
-        generated.append(chunk)
-        chunks.append(chunk)
-        if EOS in chunk:
-            break
-    return generated
-
-
-def ragged_prompts(rows: int = 12) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts of 1 to 5 chunks; what stands beyond a row's length is rubbish, with eos in it."""
-    rng = np.random.default_rng(0)
-    length_B = rng.integers(1, 6, rows).astype(np.int32)
-    length_B[:2] = 5, 1
-    return rng.integers(0, VOCAB, (rows, 5, CHUNK)).astype(np.int32), length_B
-
-
-def toy_generate(prompt_BLK, length_B, num_chunks=8, next_chunk=toy_next):
-    run = jax.jit(sampling.generate, static_argnums=(0, 3, 4, 5))
-    return run(TOY, prompt_BLK, length_B, num_chunks, EOS, next_chunk)
-
-
-def test_generate_gives_ragged_rows_what_the_definition_says():
-    prompt_BLK, length_B = ragged_prompts()
-    tokens, length = toy_generate(prompt_BLK, length_B)
-    assert tokens.shape == (12, 8, CHUNK)
-    for row in range(12):
-        expected = toy_continuation(prompt_BLK[row, : length_B[row]].tolist(), 8)
-        assert length[row] == len(expected)
-        assert tokens[row, : len(expected)].tolist() == expected
-    # The law is worth something only if rows end at different steps, some of them not at all.
-    assert len(set(np.asarray(length).tolist())) > 3
-    assert any(EOS not in np.asarray(tokens)[row, : length[row]] for row in range(12))
-
-
-def test_generate_gives_ragged_rows_what_each_gives_alone():
-    prompt_BLK, length_B = ragged_prompts()
-    together = toy_generate(prompt_BLK, length_B)
-    for row in range(3):
-        alone = toy_generate(prompt_BLK[row : row + 1, : length_B[row]], length_B[row : row + 1])
-        assert alone.length[0] == together.length[row]
-        num = int(alone.length[0])
-        np.testing.assert_array_equal(alone.tokens[0, :num], together.tokens[row, :num])
-
-
-def ends_at(last_steps: list[int], place: int = 0):
-    """Chunks of zeros, with eos at `place` of the chunk of each row's step."""
-    last_B = jnp.array(last_steps)
-
-    def next_chunk(h_BD, step):
-        is_eos_BK = (step == last_B)[:, None] & (jnp.arange(CHUNK) == place)
-        return jnp.where(is_eos_BK, EOS, 1)
-
-    return next_chunk
-
-
-@pytest.mark.parametrize("place", range(CHUNK))
-def test_a_row_ends_with_the_chunk_that_holds_eos(place):
-    prompt_BLK, length_B = ragged_prompts(4)
-    tokens, length = toy_generate(prompt_BLK, length_B, 6, ends_at([0, 3, 5, 99], place))
-    assert length.tolist() == [1, 4, 6, 6]
-    assert tokens[1, :4, place].tolist() == [1, 1, 1, EOS]
-
-
-def test_generation_stops_once_every_row_has_ended():
-    prompt_BLK, length_B = ragged_prompts(3)
-    steps = []
-
-    def counted(h_BD, step):
-        jax.debug.callback(lambda step: steps.append(int(step)), step)
-        return ends_at([0, 2, 1])(h_BD, step)
-
-    _, length = toy_generate(prompt_BLK, length_B, 50, counted)
-    jax.effects_barrier()
-    assert sorted(steps) == [0, 1, 2]
-    assert length.tolist() == [1, 3, 2]
-
-
-def test_eos_in_the_prompt_does_not_end_a_row():
-    prompt_BLK = np.full((1, 2, CHUNK), EOS, np.int32)
-    _, length = toy_generate(prompt_BLK, np.array([2], np.int32), 4, ends_at([99]))
-    assert length.tolist() == [4]
-
-
-def bind_random(params, frozen):
-    """The toy with random chunks: uniform over four that the hidden state chooses."""
-
-    def latents(h_PD, num_draws, key_P):
-        draw = jax.vmap(lambda key: jax.random.randint(key, (num_draws, 1), 0, 4))(key_P)
-        return draw + h_PD[:, None] % 50
-
-    def decode(latent_PNZ):
-        return (latent_PNZ * jnp.arange(1, 1 + CHUNK)) % (VOCAB - 1)
-
-    return ChunkModel(latents, decode, toy_advance, toy_empty_cache, None, None)
-
-
-@pytest.mark.parametrize("temperature_", [1.0, 0.4])
-def test_random_rows_depend_on_their_own_key_and_prompt_alone(temperature_):
-    config = SamplingConfig(temperature_, 1.0, 5, 128, "left", ("x",))
-    prompt_BLK, length_B = ragged_prompts(3)
-    key_B, other_key_B = jax.random.split(jax.random.key(0), (2, 3))
-
-    def run(prompt_BLK, length_B, key_B):
-        continuation = sampling.generate_chunks(
-            bind_random, {}, {}, prompt_BLK, length_B, key_B, 6, EOS, config
-        )
-        return np.asarray(continuation.tokens)
-
-    rows = run(prompt_BLK, length_B, key_B)
-    turned = np.array([2, 0, 1])
-    np.testing.assert_array_equal(
-        run(prompt_BLK[turned], length_B[turned], key_B[turned]), rows[turned]
-    )
-    # Other neighbours, one of them of another length.
-    prompt_BLK[1:] = 1
-    length_B[1] = 4
-    key_of_first_B = jnp.arange(3) == 0
-    among_others = run(prompt_BLK, length_B, jnp.where(key_of_first_B, key_B, other_key_B))
-    np.testing.assert_array_equal(among_others[0], rows[0])
-    assert (among_others != rows)[1:].any((1, 2)).all()
-    # Another key, the same prompt.
-    assert (run(prompt_BLK, length_B, other_key_B)[0] != rows[0]).any()
-
-
-def bind_uniform(params, frozen):
-    """Chunks of one number below a million, whatever came before."""
-
-    def latents(h_PD, num_draws, key_P):
-        return jax.vmap(lambda key: jax.random.randint(key, (num_draws, 1), 0, 10**6))(key_P)
-
-    def decode(latent_PNZ):
-        return jnp.tile(latent_PNZ, (1, 1, CHUNK))
-
-    return ChunkModel(latents, decode, toy_advance, toy_empty_cache, None, None)
-
-
-def test_every_step_of_every_row_has_randomness_of_its_own():
-    prompt_BLK, length_B = ragged_prompts(3)
-    key_B = jax.random.split(jax.random.key(0), 3)
-    config = SamplingConfig(1.0, 1.0, 1, 128, "left", ("x",))
-    tokens, _ = sampling.generate_chunks(
-        bind_uniform, {}, {}, prompt_BLK, length_B, key_B, 6, -1, config
-    )
-    assert len(np.unique(np.asarray(tokens)[..., 0])) == 3 * 6
-
-
-# --- Decoding in blocks -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("most", [1, 3 * 2 * 5, 3 * 2 * 5 * 2, 3 * 2 * 5 * 3, 3 * 2 * 5 * 7, 10**9])
-def test_decoding_in_blocks_changes_nothing(monkeypatch, most):
-    """P = 3, N = 7, K = 2, V = 5; from one draw at once, over 2 and 3 (no divisors of 7), to all."""
-    rng = np.random.default_rng(0)
-    weight_ZKV = jnp.asarray(rng.normal(size=(4, 2, 5)), jnp.float32)
-    latent_PNZ = jnp.asarray(rng.normal(size=(3, 7, 4)), jnp.float32)
-
-    def decode(latent_PNZ):
-        return sampling.decode_in_blocks(
-            lambda latent_RZ: jnp.einsum("RZ,ZKV->RKV", latent_RZ, weight_ZKV), latent_PNZ, 2 * 5
-        )
-
-    monkeypatch.setattr(sampling, "_MAX_LOGITS", most)
-    tokens = decode(latent_PNZ)
-    expected = np.einsum("PNZ,ZKV->PNKV", latent_PNZ, weight_ZKV).argmax(-1)
-    assert tokens.dtype == jnp.int32
-    np.testing.assert_array_equal(tokens, expected)
-    # No array is larger than allowed, short of the inputs and of one draw's logits.
-    program = str(jax.make_jaxpr(decode)(latent_PNZ))
-    shapes = [shape.split(",") for shape in re.findall(r"f32\[([\d,]+)\]", program)]
-    largest = max(math.prod(map(int, shape)) for shape in shapes)
-    assert largest <= max(most, 3 * 2 * 5, latent_PNZ.size)
-
-
-@pytest.mark.parametrize("size, expected", [(1, 100), (30, 3), (100, 1), (101, 1), (10**9, 1)])
-def test_at_once_is_at_least_one(monkeypatch, size, expected):
-    monkeypatch.setattr(sampling, "_MAX_LOGITS", 100)
-    assert sampling.at_once(size) == expected

@@ -31,7 +31,10 @@ def get_config(arguments: str) -> ConfigDict:
         stage.training.eval_every = 6
         stage.training.checkpoint_every = 5
     config.eval.part_blocks = 3
+    # Small, so that compiling is cheap.
     config.sample.num_candidates = 8
+    config.sample.max_draws = 48
+    config.sample.draws_at_once = 16
     config.sample.max_tokens = 8
     config.eval.context_tokens = 16
     config.eval.block_tokens = 32

@@ -2,9 +2,10 @@
 
 A latent head is a Flax module with
   `loss(h_PD, posterior, key_P)` -> [P], the loss of each position against the autoencoder's posterior, and
-  `sample(h_PD, num_draws, key_P)` -> [P, N, Z], draws of the next chunk's latent.
-The softmax head has the same two over tokens, and `log_probs`; it makes another model of the
-transformer, without an autoencoder.
+  `sample(h_PD, num_draws, key_P, noise_scale)` -> [P, N, Z], draws of the next chunk's latent; a scale
+  of 1 is the model, a smaller one shrinks the noise that makes draws differ.
+The softmax head has the same two over tokens, without noise to scale, and `log_probs`; it makes another
+model of the transformer, without an autoencoder.
 Random numbers of a position come from its own key, so that splitting positions over devices,
 processes or microbatches changes nothing.
 """

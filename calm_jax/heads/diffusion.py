@@ -209,8 +209,8 @@ class DiffusionHead(nn.Module):
         error_PN, bound_PN = loss_terms(output, target_PNZ, noise_PNZ, step_PN)
         return (error_PN + bound_PN).mean(-1)
 
-    def sample(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
-        """Draws of the next chunk's latent, [P, N, Z]."""
+    def sample(self, h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
+        """Draws of the next chunk's latent, [P, N, Z]; noise_scale is that of the steps' noise, as published."""
         shape = (num_draws, self.latent_size)
 
         def normal(step: int | Array) -> Array:
@@ -219,7 +219,8 @@ class DiffusionHead(nn.Module):
 
             return jax.vmap(draw)(key_P)
 
-        return self.denoise(h_PD, normal(self.config.num_steps), normal)
+        start = normal(self.config.num_steps)
+        return self.denoise(h_PD, start, lambda step: noise_scale * normal(step))
 
     def denoise(self, h_PD: Array, state_PNZ: Array, noise_of: Callable[[Array], Array]) -> Array:
         """Ancestral sampling from the last step's state; noise_of: step -> [P, N, Z]."""

@@ -102,9 +102,9 @@ class EnergyHead(nn.Module):
         shape = (num_draws, self.config.noise_size)
         return jax.vmap(lambda key: jax.random.uniform(key, shape, minval=-0.5, maxval=0.5))(key_P)
 
-    def sample(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
+    def sample(self, h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
         """Draws of the next chunk's latent, [P, N, Z]."""
-        return self(h_PD, self.draw_noise(num_draws, key_P))
+        return self(h_PD, noise_scale * self.draw_noise(num_draws, key_P))
 
     def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
         """Minus the energy score of each position, [P], with fresh noise and targets."""

@@ -79,10 +79,11 @@ class FlowHead(nn.Module):
         velocity_PNZ = self.net(state_PNZ, jnp.floor(_TIME_UNITS * time_PN), h_PD)
         return ((velocity_PNZ - (target_PNZ - noise_PNZ)) ** 2).mean((-2, -1))
 
-    def sample(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
-        """Draws of the next chunk's latent, [P, N, Z]."""
+    def sample(self, h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
+        """Draws of the next chunk's latent, [P, N, Z]; noise_scale is that of the state it starts from."""
         shape = (num_draws, self.latent_size)
-        return self.integrate(h_PD, jax.vmap(lambda key: jax.random.normal(key, shape))(key_P))
+        noise_PNZ = jax.vmap(lambda key: jax.random.normal(key, shape))(key_P)
+        return self.integrate(h_PD, noise_scale * noise_PNZ)
 
     def integrate(self, h_PD: Array, state_PNZ: Array) -> Array:
         """Carries noise along the velocity field by the config's solver."""

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from calm_jax import brier, sampling, tasks, temperature
+from calm_jax import brier, generation, tasks, temperature
 from calm_jax.interop import head_cases
 from calm_jax.interop.models import PublishedAutoencoder, PublishedLm
 from calm_jax.interop.recorded import Arrays, Comparisons, gradients
 from calm_jax.losses import cross_entropy, energy_score
 from calm_jax.models.autoencoder import Noise
+from calm_jax.samplers import Sampled, sample_token
 from calm_jax.sampling import ChunkModel
 
 
@@ -105,7 +106,7 @@ def energy_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
         ours = sample_PSK[:, sample].reshape(published.shape)
         yield f"decoded tokens {sample + 1}", ours, published
 
-    def sampled(h_PD: jax.Array, num_draws: int, noise_PNE: jax.Array) -> jax.Array:
+    def sampled(h_PD: jax.Array, num_draws: int, noise_PNE: jax.Array, scale: float) -> jax.Array:
         return lm.head(params, h_PD, noise_PNE)
 
     first = noise_PNE[:, :2].reshape(rows, num_chunks - 1, 1, 2, -1)
@@ -155,11 +156,17 @@ def _continued(
 ) -> np.ndarray:
     """Prompt and continuation, [B, T]."""
     batch, prompt_chunks, _ = prompt_BLK.shape
-    lengths = jnp.full(batch, prompt_chunks)
-    continuation = sampling.generate(
-        model, prompt_BLK, lengths, num_chunks, eos_id=-1, next_chunk=next_chunk
+    size = prompt_chunks + num_chunks
+
+    def one(h_BD: jax.Array, step: jax.Array, active_B: jax.Array) -> Sampled:
+        once_B = jnp.ones(batch, jnp.int32)
+        return Sampled(next_chunk(h_BD, step), once_B, once_B, active_B)
+
+    state = generation.prefill(
+        model, prompt_BLK, jnp.full(batch, prompt_chunks), size, size, piece=prompt_chunks
     )
-    return np.concatenate([prompt_BLK, continuation.tokens], axis=1).reshape(batch, -1)
+    _, chunks = generation.generate(model, state, num_chunks, num_chunks, eos_id=-1, next_chunk=one)
+    return np.concatenate([prompt_BLK, chunks.tokens], axis=1).reshape(batch, -1)
 
 
 def autoregressive_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
@@ -184,7 +191,7 @@ def autoregressive_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
         golden["multinomial_index"], golden["multinomial"], strict=True
     ):
         draws_BLJS1[:, start, step, :, 0] = drawn_BS
-    recorded = dataclasses.replace(model, latents=lambda h_PD, num_draws, drawn: drawn)
+    recorded = dataclasses.replace(model, latents=lambda h_PD, num_draws, drawn, noise_scale: drawn)
     yield (
         "Brier 1 to 4",
         _brier(lm, recorded, tokens_BLK, jnp.asarray(draws_BLJS1)),
@@ -195,7 +202,7 @@ def autoregressive_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
 
     def likeliest(h_BD: jax.Array, step: jax.Array) -> jax.Array:
         keys = jax.random.split(jax.random.key(0), len(h_BD))
-        return sampling.sample_token(model.log_probs(h_BD), keys, temperature=0, top_p=1)[:, None]
+        return sample_token(model.log_probs(h_BD), keys, temperature=0, top_p=1)[:, None]
 
     more = golden["greedy_tokens"].shape[1] - prompt_BLK.shape[1]
     yield "greedy tokens", _continued(model, prompt_BLK, more, likeliest), golden["greedy_tokens"]
@@ -206,7 +213,9 @@ def temperature_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
     for case in sorted({key.split("/")[0] for key in golden}):
         pool_1NK = jnp.asarray(golden[f"{case}/patches"])[None]
         count_1N = temperature.count_equal(pool_1NK)
-        weight_1N, level_1 = temperature.batch_log_weights(count_1N, 1 / float(golden[f"{case}/n"]))
+        weight_1N, level_1 = temperature.log_weights(
+            count_1N, 1 / float(golden[f"{case}/n"]), leave_out=False
+        )
         probability_N = np.asarray(jax.nn.softmax(weight_1N[0]))
         is_chunk = (golden[f"{case}/unique"][:, None] == golden[f"{case}/patches"]).all(-1)
         yield f"{case} level", level_1[0], golden[f"{case}/n_used"]

@@ -120,18 +120,50 @@ class Autoencoder(nn.Module):
             return Posterior(*jnp.split(both, 2, axis=-1))
 
     def decode(self, latent_PZ: Array) -> Array:
-        """Latents [P, Z] -> float32 logits [P, K, V], tied to the encoder's embedding."""
+        """Latents [P, Z] -> float32 logits [P, K, V]."""
         with jax.named_scope("decode"):
+            return self._logits(self._refine(self.unfold(latent_PZ)), self.embed.embedding)
+
+    def unfold(self, latent_PZ: Array) -> Array:
+        """Latents [P, Z] -> the beginnings of their K tokens, [P, K, D], which go on without each other."""
+        with jax.named_scope("unfold"):
             x_PD, _ = self.decoder_chunk_layers(self.from_latent(latent_PZ), None)
-            x_PKD = self.expand(x_PD).reshape(len(latent_PZ), self.chunk_size, -1)
-            x_PKD, _ = self.decoder_token_layers(x_PKD, None)
-            table_VD = self.embed.embedding.astype(self.dtype)
-            return jnp.einsum(
-                "PKD,VD->PKV",
-                self.decoder_norm(x_PKD),
-                table_VD,
-                preferred_element_type=jnp.float32,
-            )
+            return self.expand(x_PD).reshape(len(latent_PZ), self.chunk_size, -1)
+
+    def _refine(self, x: Array) -> Array:
+        """Unfolded positions [..., D] -> what their logits are read from."""
+        x, _ = self.decoder_token_layers(x, None)
+        return self.decoder_norm(x)
+
+    def likeliest(self, x_RD: Array, block: int) -> Array:
+        """The argmax tokens of unfolded positions, int32 [R]; logits of `block` tokens are held at once."""
+        with jax.named_scope("likeliest"):
+            x_RD, table_VD = self._refine(x_RD), self.embed.embedding
+            if block >= self.vocab_size:
+                return self._logits(x_RD, table_VD).argmax(-1).astype(jnp.int32)
+
+            def better(index: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
+                # The last block begins early enough to be whole; what it sees twice changes nothing.
+                first = jnp.minimum(index * block, self.vocab_size - block)
+                rows = jax.lax.dynamic_slice_in_dim(table_VD, first, block)
+                logit_RV = self._logits(x_RD, rows)
+                most_R, token_R = logit_RV.max(-1), logit_RV.argmax(-1).astype(jnp.int32) + first
+                is_better_R = most_R > best[0]
+                return jnp.where(is_better_R, most_R, best[0]), jnp.where(
+                    is_better_R, token_R, best[1]
+                )
+
+            none = jnp.full(len(x_RD), -jnp.inf), jnp.zeros(len(x_RD), jnp.int32)
+            return jax.lax.fori_loop(0, -(-self.vocab_size // block), better, none)[1]
+
+    def _logits(self, x: Array, table_VD: Array) -> Array:
+        """[..., D] -> float32 [..., V], tied to the encoder's embedding."""
+        return jnp.einsum(
+            "...D,VD->...V",
+            x,
+            table_VD.astype(self.dtype),
+            preferred_element_type=jnp.float32,
+        )
 
     def draw_noise(self, key_P: Array) -> Noise:
         """Fresh random numbers for `loss`, those of a chunk from its own key."""

@@ -81,12 +81,12 @@ class CALM(nn.Module):
         """The head's loss of each position, [P]."""
         return self.head.loss(h_PD, posterior, key_P)
 
-    def sample(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
-        """Draws of the next chunk's latent, [P, N, Z]."""
-        return self.head.sample(h_PD, num_draws, key_P)
+    def sample(self, h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
+        """Draws of the next chunk's latent, [P, N, Z]; see `calm_jax.heads`."""
+        return self.head.sample(h_PD, num_draws, key_P, noise_scale)
 
     def __call__(self, tokens_BLK: Array, key_P: Array) -> Array:
         """One latent per position, [B*L, 1, Z]; touches every parameter, for `init`."""
         h_BLD, _ = self.hidden(tokens_BLK)
         h_PD = h_BLD.reshape(-1, h_BLD.shape[-1])
-        return self.head.sample(h_PD, 1, key_P)
+        return self.head.sample(h_PD, 1, key_P, noise_scale=1)

@@ -54,20 +54,28 @@ Written = tuple[Array, Array]
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the chunks seen so far, one row per sequence.
+    """Keys and values of the chunks seen so far, one row per sequence; the chunk of position i at place i mod S.
 
-    key, value: see `Written`. length: [B] int32, how many of a row's S places are filled.
+    key, value: see `Written`. length: [B] int32, how many chunks a row has seen. window: int32, how many
+    of the last chunks, with itself, each chunk sees. To see W chunks of a longer text, S has to be at
+    least W + L - 1, where L chunks are read at once, and such a read must not go over the end of the S places.
     """
 
     key: Array
     value: Array
     length: Array
+    window: Array
 
     @staticmethod
-    def empty(config: TransformerConfig, batch: int, size: int, dtype: DTypeLike) -> "KVCache":
+    def empty(
+        config: TransformerConfig, batch: int, size: int, window: int | Array, dtype: DTypeLike
+    ) -> "KVCache":
         shape = (config.num_layers, batch, size, config.num_kv_heads, config.head_size)
         return KVCache(
-            jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32)
+            jnp.zeros(shape, dtype),
+            jnp.zeros(shape, dtype),
+            jnp.zeros(batch, jnp.int32),
+            jnp.int32(window),
         )
 
     def next_position(self) -> Array:
@@ -76,14 +84,20 @@ class KVCache(NamedTuple):
 
     def extended(self, written: Written, num_new: int) -> "KVCache":
         """With what the layers wrote for `num_new` more chunks."""
-        return KVCache(*written, self.length + num_new)
+        return self._replace(key=written[0], value=written[1], length=self.length + num_new)
 
     def write(self, key_BLGA: Array, value_BLGA: Array) -> tuple[Written, Array]:
         """In a layer: new keys and values in place, and which places each of them sees, bool [B, L, S]."""
+        size, num_new = self.key.shape[1], key_BLGA.shape[1]
         put = jax.vmap(lambda rows, new, at: jax.lax.dynamic_update_slice(rows, new, (at, 0, 0)))
-        written = put(self.key, key_BLGA, self.length), put(self.value, value_BLGA, self.length)
-        place_BL = self.length[:, None] + jnp.arange(key_BLGA.shape[1])
-        return written, jnp.arange(self.key.shape[1]) <= place_BL[..., None]
+        first_B = self.length % size
+        written = put(self.key, key_BLGA, first_B), put(self.value, value_BLGA, first_B)
+        # The position whose chunk stands at each place; below 0 where none has been written.
+        last_B1 = self.length[:, None] + num_new - 1
+        at_BS = last_B1 - (last_B1 - jnp.arange(size)) % size
+        behind_BLS = (self.length[:, None] + jnp.arange(num_new))[..., None] - at_BS[:, None]
+        seen_BLS = (at_BS[:, None] >= 0) & (behind_BLS >= 0) & (behind_BLS < self.window)
+        return written, seen_BLS
 
     def attend(
         self, query_BLHA: Array, key_BLGA: Array, value_BLGA: Array
@@ -96,7 +110,7 @@ class KVCache(NamedTuple):
 class Fork(NamedTuple):
     """A continuation of the first chunks of a cache that it only reads, with a small cache of its own.
 
-    Under `vmap` over forks of one prefix, the prefix is held once. `prefix.length` is how many chunks
+    It sees all of them, so the cache must hold every chunk from the first on. Under `vmap` over forks of one prefix, the prefix is held once. `prefix.length` is how many chunks
     of it the fork sees.
     """
 
@@ -110,7 +124,9 @@ class Fork(NamedTuple):
         def room(x: Array) -> Array:
             return jnp.zeros((*x.shape[:2], size, *x.shape[3:]), x.dtype)
 
-        own = KVCache(room(prefix.key), room(prefix.value), jnp.zeros_like(prefix.length))
+        own = KVCache(
+            room(prefix.key), room(prefix.value), jnp.zeros_like(prefix.length), jnp.int32(size)
+        )
         return Fork(prefix._replace(length=length_B), own)
 
     def next_position(self) -> Array:
@@ -203,7 +219,7 @@ def _per_layer(memory: Memory | None) -> Any:
         return None
     if isinstance(memory, Fork):
         return Fork(_per_layer(memory.prefix), _per_layer(memory.own))
-    return KVCache(0, 0, nn.broadcast)
+    return KVCache(0, 0, nn.broadcast, nn.broadcast)
 
 
 class Transformer(nn.Module):

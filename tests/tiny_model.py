@@ -1,0 +1,125 @@
+"""A tiny model with random parameters, for tests of what a trained one is used for."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from calm_jax.config import Config, resolve
+from calm_jax.data.tokenizers import ByteTokenizer, Tokenizer
+from calm_jax.tasks import LmTask
+from calm_jax.text import Generator
+from calm_jax.workdir import Workdir, make_autoencoder_task, make_lm_task
+from tests import tiny_recipe
+
+
+def random_params(task: Any, seed: int) -> dict:
+    """Nothing is left at its initial value: a fresh head draws the same latent every time.
+
+    A head's are large, so that what it draws depends on its condition, too.
+    """
+    rng = np.random.default_rng(seed)
+    shapes = flax.traverse_util.flatten_dict(jax.eval_shape(task.init, jax.random.key(0)), sep="/")
+    params = {
+        path: jnp.asarray(
+            rng.normal(
+                path.endswith("scale"), 1.2 if path.startswith("head/") else 0.3, leaf.shape
+            ),
+            jnp.float32,
+        )
+        for path, leaf in shapes.items()
+    }
+    return flax.traverse_util.unflatten_dict(params, sep="/")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiny:
+    """What a `Generator` is made of."""
+
+    task: LmTask
+    params: dict
+    frozen: dict
+    tokenizer: Tokenizer
+    config: Config
+
+    def generator(self) -> Generator:
+        return Generator(self.task, self.params, self.frozen, self.tokenizer, self.config)
+
+    def save(self, folder: pathlib.Path) -> None:
+        """As the workdir of a trained model."""
+        self.tokenizer.save(folder / "tokenizer")
+        Workdir(folder).store_config(self.config)
+        stages = {"lm": self.params}
+        if self.config.has_autoencoder:
+            stages["autoencoder"] = self.frozen["params"]
+        with ocp.StandardCheckpointer() as checkpointer:
+            for stage, params in stages.items():
+                checkpointer.save(folder.resolve() / stage / "1" / "params", params)
+
+
+@functools.cache
+def tiny(arguments: str = "k=4", block_tokens: int = 256) -> Tiny:
+    """The tiny recipe's model; of bytes, with a context of `block_tokens`."""
+    tree = tiny_recipe.get_config(f"nowhere/*.txt,{arguments}")
+    tree.lm.data.block_tokens = block_tokens
+    config = resolve(tree)
+    tokenizer = ByteTokenizer(b"")
+    task = make_lm_task(config, tokenizer, config.eval.published)
+    frozen = {}
+    if config.has_autoencoder:
+        frozen = {"params": random_params(make_autoencoder_task(config, tokenizer), seed=1)}
+    return Tiny(task, random_params(task, seed=0), frozen, tokenizer, config)
+
+
+# Runs many command lines in one process, which has to import, load and compile but once; the standard
+# streams are as strict about Unicode as a terminal's.
+_DRIVER = """
+import contextlib, functools, io, json, sys, traceback
+from absl import flags
+from calm_jax import generate
+
+# A model that is loaded again would be compiled again.
+generate.Generator.load = functools.cache(generate.Generator.load)
+results = []
+for args in json.load(sys.stdin):
+    flags.FLAGS.unparse_flags()
+    flags.FLAGS(["generate", *args])
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            generate.main(["generate"])
+        except SystemExit as stop:
+            status = stop.code
+        except BaseException:
+            status = 1
+            traceback.print_exc()
+    shown = []
+    for stream in (out, err):
+        stream.flush()
+        shown.append(stream.buffer.getvalue().decode())
+    results.append((status, *shown))
+json.dump(results, sys.stdout)
+"""
+
+
+def run_generate(*commands: list[str]) -> list[tuple[int, str, str]]:
+    """(exit status, stdout, stderr) of `python -m calm_jax.generate` with each of these arguments."""
+    done = subprocess.run(
+        [sys.executable, "-c", _DRIVER],
+        input=json.dumps(commands),
+        cwd=pathlib.Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    return [tuple(result) for result in json.loads(done.stdout)]
