@@ -248,9 +248,9 @@ def _pooled(
             level=jnp.minimum(found.level + ~emitted_G, last),
             rounds=found.rounds + 1,
         )
-        if a:
-            found = _accept_fraction(model, h_GD, fraction_key_G, found, a, block, budget)
-        return found._replace(done=found.exact)
+        if not a:
+            return found._replace(done=found.exact)
+        return _accept_fraction(model, h_GD, fraction_key_G, found, a, block, budget)
 
     def try_all(found: _Found) -> _Found:
         for level, size in enumerate(sizes):
@@ -279,13 +279,18 @@ def _accept_fraction(
     block: int,
     budget: int,
 ) -> _Found:
-    """Keeps `found.exact` of a chunk x with probability p(x)^a: if one of R draws is x (see `law.patience`)."""
-    patience_key_G, key_G = jax.vmap(jax.random.split, out_axes=1)(key_G)
+    """Keeps `found.exact` of a chunk x with probability p(x)^a: if one of R draws is x (see `law.patience`).
+
+    Where the budget ends before R draws are made, see `_undecided`.
+    """
+    patience_key_G, end_key_G, key_G = jax.vmap(lambda key: jax.random.split(key, 3), out_axes=1)(
+        key_G
+    )
     patience_G = law.patience(a, patience_key_G)
     tokens_GK = model.decode(found.latent[:, None])[:, 0]
     chunk_size = tokens_GK.shape[1]
 
-    def unresolved(state: tuple[_Found, Array, Array]) -> Array:
+    def searching(state: tuple[_Found, Array, Array]) -> Array:
         _, searching_G, _ = state
         return searching_G.any()
 
@@ -297,19 +302,33 @@ def _accept_fraction(
         in_time_GN = made + jnp.arange(block) < patience_G[:, None]
         matched_G = (is_match_GN & in_time_GN).any(-1)
         made += block
+        goes_on_G = searching_G & ~matched_G & (made < patience_G)
         found = found._replace(
             draws=found.draws + block * searching_G,
             decoded=found.decoded + block * chunk_size * searching_G,
             exact=found.exact | (searching_G & matched_G),
         )
-        searching_G &= ~matched_G & (made < patience_G) & (found.draws + block <= budget)
-        return found, searching_G, made
+        is_over_G = found.draws + block > budget
+        found = found._replace(
+            done=found.done | found.exact | _undecided(goes_on_G & is_over_G, a, end_key_G)
+        )
+        return found, goes_on_G & ~is_over_G, made
 
-    searching_G = found.exact & (found.draws + block <= budget)
+    searching_G = found.exact
     found = found._replace(
         exact=jnp.zeros_like(found.exact), decoded=found.decoded + chunk_size * found.exact
     )
-    return jax.lax.while_loop(unresolved, search, (found, searching_G, jnp.int32(0)))[0]
+    return jax.lax.while_loop(searching, search, (found, searching_G, jnp.int32(0)))[0]
+
+
+def _undecided(is_over_B: Array, a: float, key_B: Array) -> Array:
+    """Which chunks are taken, not exactly, where the budget ended within their fraction step.
+
+    To drop all of them would favour chunks that are soon drawn again. They are taken with the factor that
+    a chunk of count n has in `law.log_weights`, for the same reason.
+    """
+    uniform_B = jax.vmap(jax.random.uniform)(key_B)
+    return is_over_B & (uniform_B < (1 - a) ** 2)
 
 
 class _Candidate(NamedTuple):
@@ -394,11 +413,18 @@ def _rejection(
         jnp.zeros((batch, chunk.shape[-1]), jnp.int32), zero_B, zero_B > 0, zero_B
     )
     group = max(1, config.draws_at_once // size)
-    found, _ = jax.lax.while_loop(
+    found, candidate = jax.lax.while_loop(
         lambda state: searching(state).any(),
         lambda state: for_active(step, searching(state), group, (h_BD, key_B), state),
         (found, candidate),
     )
+    if a:
+        (end_key_B,) = _keys(key_B, found.rounds, 1)
+        is_over_B = ~found.done & (candidate.seen == n)
+        # Keys of the choice by weight are those of a round more.
+        found = found._replace(
+            done=found.done | _undecided(is_over_B, a, end_key_B), rounds=found.rounds + 1
+        )
     if reserve:
         found = _from_pool(model, h_BD, key_B, found, reserve, config, leave_out=True)
     return _finished(model, found, active_B)

@@ -19,8 +19,9 @@ from calm_jax.models.transformer import KVCache, Memory
 
 # Largest array of logits that decoding holds at once, in elements: 256 MiB in float32.
 _MAX_LOGITS = 2**26
-# Draws whose token at one position is decoded together while a pool is pruned.
-_SURVIVORS = 128
+# At least so many draws' tokens at one position are decoded together while pools are pruned, and at least such a share
+# of all: smaller blocks waste less of the last one, larger ones fill the device.
+_LEAST_TOGETHER, _PARTS = 32, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,41 +87,43 @@ def count_draws(model: ChunkModel, latent_BNZ: Array, company: int) -> Counted:
         # No two draws that are left out are equal.
         nobody_BN = -1 - jnp.arange(num_draws) + jnp.zeros((batch, 1), jnp.int32)
 
-        def narrow(index: Array, state: tuple[Array, Array, Array]):
+        def narrow(state: tuple[Array, Array, Array], token_R: Array):
             kept_BN, equal_BNN, decoded_B = state
-            # A chunk's last token tells most about whether it has company (measured).
-            x_RD = jax.lax.dynamic_index_in_dim(x_RKD, last - index, axis=1, keepdims=False)
-            token_R = _likeliest_of_kept(model, x_RD, kept_BN.reshape(-1))
             token_BN = jnp.where(kept_BN, token_R.reshape(batch, num_draws), nobody_BN)
             equal_BNN &= token_BN[:, :, None] == token_BN[:, None]
             decoded_B += kept_BN.sum(-1)
-            kept_BN &= equal_BNN.sum(-1) >= company
-            return kept_BN, equal_BNN, decoded_B
+            return kept_BN & (equal_BNN.sum(-1) >= company), equal_BNN, decoded_B
+
+        def next_position(index: Array, state: tuple[Array, Array, Array]):
+            x_RD = jax.lax.dynamic_index_in_dim(x_RKD, last - index, axis=1, keepdims=False)
+            return narrow(state, _likeliest_of_kept(model, x_RD, state[0].reshape(-1)))
 
         state = (
             jnp.ones((batch, num_draws), bool),
             jnp.ones((batch, num_draws, num_draws), bool),
             jnp.zeros(batch, jnp.int32),
         )
-        _, equal_BNN, decoded_B = jax.lax.fori_loop(0, last + 1, narrow, state)
+        # A chunk's last token tells at least as much as any other about whether it has company (measured).
+        state = narrow(state, model.likeliest(x_RKD[:, last]))
+        _, equal_BNN, decoded_B = jax.lax.fori_loop(1, last + 1, next_position, state)
     return Counted(equal_BNN.sum(-1, dtype=jnp.int32), decoded_B)
 
 
 def _likeliest_of_kept(model: ChunkModel, x_RD: Array, kept_R: Array) -> Array:
     """The likeliest tokens where `kept`, [R]; those that are kept come first and go by in fixed blocks."""
     num_flat = len(x_RD)
-    if num_flat <= _SURVIVORS:
+    block = max(_LEAST_TOGETHER, num_flat // _PARTS)
+    if num_flat <= block:
         return model.likeliest(x_RD)
     order = jnp.argsort(~kept_R, stable=True)
-    order = jnp.pad(order, (0, -num_flat % _SURVIVORS), constant_values=num_flat)
+    order = jnp.pad(order, (0, -num_flat % block), constant_values=num_flat)
 
     def decode(index: Array, token_R: Array) -> Array:
-        block = jax.lax.dynamic_slice_in_dim(order, index * _SURVIVORS, _SURVIVORS)
-        return token_R.at[block].set(
-            model.likeliest(x_RD[jnp.minimum(block, num_flat - 1)]), mode="drop"
-        )
+        rows = jax.lax.dynamic_slice_in_dim(order, index * block, block)
+        token = model.likeliest(x_RD[jnp.minimum(rows, num_flat - 1)])
+        return token_R.at[rows].set(token, mode="drop")
 
-    num_blocks = -(-kept_R.sum() // _SURVIVORS)
+    num_blocks = -(-kept_R.sum() // block)
     return jax.lax.fori_loop(0, num_blocks, decode, jnp.zeros(num_flat, jnp.int32))
 
 

@@ -26,12 +26,17 @@ def check_temperature(temperature: float) -> None:
 
 
 def split_exponent(temperature: float) -> tuple[int, float]:
-    """`(n, a)` of `1/T = n + a`; a T within rounding of 1/n (0.33333333) counts as 1/n."""
+    """`(n, a)` of `1/T = n + a`; a T that is 1/n rounded (0.33, 0.143, 0.33333333) counts as 1/n."""
     check_temperature(temperature)
     # No pool holds a chunk as often as that, so what lies beyond makes no difference.
     exponent = min(1 / temperature, 2.0**30)
     whole = round(exponent)
-    if math.isclose(exponent, whole, rel_tol=1e-6):
+    # Of few decimals only small n are meant: 0.33 is a third, but 0.12 need not be an eighth.
+    is_rounded = any(
+        whole**2 <= 10 ** (decimals - 1) and temperature == round(1 / whole, decimals)
+        for decimals in range(2, 7)
+    )
+    if is_rounded or math.isclose(exponent, whole, rel_tol=1e-6):
         return whole, 0.0
     return math.floor(exponent), exponent - math.floor(exponent)
 

@@ -98,7 +98,7 @@ def get_config() -> ConfigDict:
 
     # --- Generation ---------------------------------------------------------------------------------
     config.sample = ConfigDict()
-    # T in (0, 1]; with a softmax head any from 0, the likeliest token, on. The author advises at most 0.5 for fluent text.
+    # T in (0, 1], where 0.33 means 1/3; with a softmax head any from 0, the likeliest token, on. The author advises at most 0.5 for fluent text.
     config.sample.temperature = 0.5
     # With a softmax head: sample from the likeliest tokens that together have this probability.
     config.sample.top_p = 1.0

@@ -290,9 +290,9 @@ def test_draws_stay_within_the_budget_and_its_end_is_flagged(sampler, temperatur
     assert (sampled.draws <= max_draws).all() and (sampled.draws > 0).all()
     flat_B = law_B == 0
     assert sampled.exact[flat_B].mean() < 0.2
-    # All but a block that did not fit, with the pool before it.
-    spare = 27 if sampler == "pooled" else 16
-    assert (sampled.draws[flat_B & ~sampled.exact] > max_draws - spare).all()
+    if temperature.split_exponent(temperature_)[1] == 0:
+        # All but a block that did not fit; between whole exponents a search may end undecided before.
+        assert (sampled.draws[flat_B & ~sampled.exact] > max_draws - 16).all()
     # Drawn by the row's own law; and not one chunk for all.
     assert (number_B[flat_B] < 1800).all() and len(set(number_B[flat_B])) > 20
     assert np.isin(number_B[~flat_B], (1900, 1901)).all()

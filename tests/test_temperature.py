@@ -405,7 +405,7 @@ def test_law_is_continuous_where_the_exponent_is_whole(n, leave_out):
     exact, _ = law_of_counts(count_BC, 1 / n, leave_out)
     for side in (-1, 1):
         gaps = []
-        for distance in (1e-2, 1e-5):
+        for distance in (1.2e-2, 1.2e-5):
             near = (1 + side * distance) / n
             assert temperature.split_exponent(near)[1] != 0
             gaps.append(np.abs(law_of_counts(count_BC, near, leave_out)[0] - exact).max())
@@ -551,6 +551,11 @@ def test_temperature_out_of_range_is_refused(bad):
         (0.3, 3, 1 / 3),
         (0.33333334, 3, 0),
         (0.3333333, 3, 0),
+        (0.33, 3, 0),
+        (0.143, 7, 0),
+        # Rounded, these could mean many things.
+        (0.12, 8, 1 / 3),
+        (0.67, 1, 1 / 0.67 - 1),
         (0.999, 1, 1 / 999),
     ],
 )

@@ -48,7 +48,7 @@ _BATCHES = flags.DEFINE_list("batches", ["1", "8", "64"], "rows sampled together
 _CONTEXTS = flags.DEFINE_integer("contexts", 64, "contexts that each time is a mean over")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "timings of which the median is taken")
 _CANDIDATES = flags.DEFINE_integer("num_candidates", 200, "N of one pool")
-_MAX_DRAWS = flags.DEFINE_integer("max_draws", 1008, "most draws of the pooled sampler")
+_MAX_DRAWS = flags.DEFINE_integer("max_draws", 216, "most draws of the pooled sampler")
 _AT_ONCE = flags.DEFINE_integer("draws_at_once", 256, "draws computed together")
 # Of the synthetic model.
 _VOCABULARY = flags.DEFINE_integer("vocab_size", 4096, "tokens")

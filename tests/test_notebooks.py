@@ -1,0 +1,31 @@
+"""The notebooks run from their first cell to their last."""
+
+import pathlib
+
+import pytest
+
+nbclient = pytest.importorskip("nbclient", reason="notebooks need nbclient (in the extra 'test')")
+nbformat = pytest.importorskip("nbformat", reason="notebooks need nbformat (in the extra 'test')")
+
+NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["quickstart", "sampling"])
+def test_every_cell_of_a_notebook_runs(name, tmp_path):
+    """With `fast` set, in the cell that says so."""
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    [parameters] = [
+        cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])
+    ]
+    assert "fast = False" in parameters.source
+    parameters.source = f'fast = True\nworkdir = "{tmp_path}/run"'
+    client = nbclient.NotebookClient(
+        notebook, timeout=600, resources={"metadata": {"path": str(NOTEBOOKS)}}
+    )
+    client.execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == {"quickstart": 1, "sampling": 4}[name]
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert f"jax {__import__('jax').__version__}" in printed
