@@ -10,16 +10,22 @@ nbformat = pytest.importorskip("nbformat", reason="notebooks need nbformat (in t
 NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
 
 
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory) -> pathlib.Path:
+    """Where the first notebook trains what the second one samples from, too."""
+    return tmp_path_factory.mktemp("notebooks") / "run"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["quickstart", "sampling"])
-def test_every_cell_of_a_notebook_runs(name, tmp_path):
+def test_every_cell_of_a_notebook_runs(name, workdir):
     """With `fast` set, in the cell that says so."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     [parameters] = [
         cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])
     ]
     assert "fast = False" in parameters.source
-    parameters.source = f'fast = True\nworkdir = "{tmp_path}/run"'
+    parameters.source = f'fast = True\nworkdir = "{workdir}"'
     client = nbclient.NotebookClient(
         notebook, timeout=600, resources={"metadata": {"path": str(NOTEBOOKS)}}
     )

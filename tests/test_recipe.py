@@ -209,8 +209,20 @@ def evaluate(workdir: pathlib.Path, *options: str) -> dict:
 
 @pytest.mark.slow
 def test_evaluation_of_a_stored_config(finished):
-    record = evaluate(finished[0], "--config.eval.num_samples=8")
+    record = evaluate(
+        finished[0],
+        "--config.eval.num_samples=8",
+        "--config.eval.temperatures=(1.0,0.5)",
+        "--config.eval.samplers=('pooled','noise')",
+        "--config.eval.plane_contexts=8",
+        "--config.eval.candidates=(8,)",
+    )
     assert record["eval"]["num_samples"] == 8
+    points = record["plane"]["points"]
+    assert [point["sampler"] for point in points] == ["model", "pooled", "noise"]
+    assert [point["draws"] for point in points] == [1, pytest.approx(32, abs=16), 1]
+    assert all(0 <= point["accuracy"] <= 100 and point["seconds"] > 0 for point in points)
+    assert (finished[0] / "plane.png").read_bytes().startswith(b"\x89PNG")
     assert 0 < record["autoencoder"]["token_accuracy_from_mean"] <= 1
 
 

@@ -121,10 +121,10 @@ def _synthetic(collision: float) -> tuple[Bind, Any, Array]:
             return jnp.concatenate([latent_PNZ, jax.vmap(tokens)(key_P)], axis=-1)
 
         def unfold(latent_RZ: Array) -> Array:
-            latent_RZ, token_RK = jnp.split(latent_RZ, [-task.chunk_size], axis=-1)
+            token_RK = latent_RZ[:, -task.chunk_size :].astype(int)
             # What is unfolded counts for nothing, and is computed.
-            nothing_RKD = 1e-30 * model.unfold(latent_RZ)
-            return variables[1]["params"]["embed"]["embedding"][token_RK.astype(int)] + nothing_RKD
+            nothing_RKD = 1e-30 * model.unfold(latent_RZ[:, : -task.chunk_size])
+            return variables[1]["params"]["embed"]["embedding"][token_RK] + nothing_RKD
 
         return dataclasses.replace(model, latents=latents, unfold=unfold)
 
