@@ -2,6 +2,7 @@
 
 import functools
 import logging as logging_lib
+import os
 import sys
 from collections.abc import Callable
 
@@ -19,6 +20,15 @@ def _is_news(record: logging_lib.LogRecord) -> bool:
     return not (record.levelno >= logging_lib.ERROR and "orbax" in record.pathname)
 
 
+def parse_flags(argv: list[str]) -> list[str]:
+    """For `app.run(main, flags_parser=parse_flags)`: what is wrong with flags is one line and exit status 2."""
+    try:
+        return flags.FLAGS(argv)
+    except (flags.Error, ValueError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], None]:
     """Wraps a command's `main(argv)`: a `UserError` becomes one line and exit status 2."""
 
@@ -28,12 +38,18 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)
             logging.get_absl_logger().addFilter(_is_news)
+        # A terminal that lacks a character shows its number.
+        sys.stdout.reconfigure(errors="backslashreplace")
         try:
             with EndOnSignal():
                 status = main(argv) or 0
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             status = 2
+        except BrokenPipeError:
+            # Whoever read the output has had enough, as `head` has; nothing more may be written at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            status = 0
         except Interrupted as interruption:
             print(f"interrupted: {interruption}", file=sys.stderr)
             status = EXIT_INTERRUPTED

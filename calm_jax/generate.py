@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from calm_jax.command import command
+from calm_jax.command import command, parse_flags
 from calm_jax.errors import UserError
 from calm_jax.generation import SampleConfig
 from calm_jax.metrics import write_atomically
@@ -56,7 +56,7 @@ def _prompts() -> list[Prompt]:
     if _PROMPTS_FILE.value:
         path = pathlib.Path(_PROMPTS_FILE.value)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except OSError as error:
             raise UserError(
                 f"--prompts_file={_PROMPTS_FILE.value!r} cannot be read: {error.strerror}"
@@ -79,7 +79,7 @@ def _prompt_of(line: str, number: int) -> Prompt:
     """The prompt of a line of JSON."""
     try:
         prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         prompt = None
     is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not isinstance(prompt, str) and not is_ids:
@@ -153,11 +153,14 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--seed={_SEED.value} must be in [0, 2**32)")
     output = pathlib.Path(_OUTPUT.value)
     if _OUTPUT.value:
+        if output.exists() and not output.is_file():
+            raise UserError(f"--output={output} is no file")
         if output.exists() and not _OVERWRITE.value:
             raise UserError(
                 f"--output={output} is there already: give another name, or --overwrite"
             )
-        if not os.access(output.parent, os.W_OK):
+        output = output.resolve()
+        if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
             raise UserError(f"--output={output} cannot be written: no such folder, or no right to")
     prompts = _prompts()
     generator = Generator.load(_WORKDIR.value)
@@ -169,4 +172,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

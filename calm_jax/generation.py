@@ -15,7 +15,14 @@ from jax import Array
 
 from calm_jax.errors import UserError
 from calm_jax.models.transformer import KVCache
-from calm_jax.samplers import Prefix, Sampled, SamplerConfig, complete_chunk, sample_chunk
+from calm_jax.samplers import (
+    MOST_COMPARED,
+    Prefix,
+    Sampled,
+    SamplerConfig,
+    complete_chunk,
+    sample_chunk,
+)
 from calm_jax.sampling import ChunkModel
 
 
@@ -35,6 +42,8 @@ class SampleConfig(SamplerConfig):
         for name in ("max_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        if isinstance(self.stop, str):
+            raise UserError(f"stop={self.stop!r} must be a tuple of strings")
         if "" in self.stop:
             raise UserError("stop='' would end every text before it begins: leave it out")
         if self.prompt_alignment not in ("left", "pad", "match"):
@@ -42,6 +51,11 @@ class SampleConfig(SamplerConfig):
                 f"prompt_alignment={self.prompt_alignment!r} must be 'left' (pads before the text, as "
                 "lm.data.front_fill='random' trains it), 'match' (draws of the last chunk that begin as the prompt ends) "
                 "or 'pad' (pads after it, as the published code does)"
+            )
+        if self.prompt_alignment == "match" and self.max_draws > MOST_COMPARED:
+            raise UserError(
+                f"max_draws={self.max_draws} must be at most {MOST_COMPARED} with prompt_alignment='match', which compares "
+                "all of them with each other"
             )
         if self.long_context not in ("refuse", "slide"):
             raise UserError(

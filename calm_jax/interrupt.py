@@ -29,7 +29,7 @@ class EndOnSignal(_Handled):
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        raise Interrupted(f"{name}: what was saved is kept; the same command goes on from there")
+        raise Interrupted(f"{name}: what was complete is kept; give the same command again")
 
 
 class NoteSignal(_Handled):

@@ -40,6 +40,8 @@ def finite(value: Any) -> Any:
     """A tree of JSON values in which a number that is not finite is null, as JSON has no NaN."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

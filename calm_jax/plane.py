@@ -167,18 +167,17 @@ def measure(
     frozen: Params,
     blocks: Blocks,
     config: EvalConfig,
-    sampler: SamplerConfig,
+    chosen: list[SamplerConfig],
     pad_id: int,
     mesh: Mesh,
 ) -> dict[str, Any]:
-    """The plane's points, and how often two draws of the model itself collide.
+    """The points of the chosen ways (see `ways`), and how often two draws of the model itself collide.
 
     accuracy and collision are geometric means over n = 1 to 4 of `P(x = y)` and `P(x = x')` for the first
     n tokens, in per cent, with standard errors (blocks as clusters). draws, decoded (whole chunks' worth of tokens) and
     seconds are per chunk, and exact is the share of chunks that follow `p^(1/T)` exactly.
     """
     has_autoencoder = bool(frozen)
-    chosen = ways(config, sampler, has_autoencoder)
     contexts = list(_contexts(blocks, task, config, pad_id))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     read = [

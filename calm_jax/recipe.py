@@ -296,7 +296,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
     sampler = config.sample.sampler_config
     if config.eval.temperatures:
         report.check_drawable()
-        plane.ways(config.eval, sampler, config.has_autoencoder)
+        ways = plane.ways(config.eval, sampler, config.has_autoencoder)
     mesh = make_mesh(config.mesh)
     check_batch("eval.batch_size", config.eval.batch_size, mesh)
     with jax.set_mesh(mesh):
@@ -330,7 +330,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
                     frozen,
                     run.text.blocks("lm").validation,
                     config.eval,
-                    sampler,
+                    ways,
                     run.tokenizer.pad_id,
                     mesh,
                 )
@@ -344,5 +344,6 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
     report.print_results(results, config, workdir)
     if "plane" in results:
         report.print_plane(results["plane"])
-        report.draw_plane(results["plane"], workdir.path / "plane.png")
     report.append(workdir, record | results)
+    if "plane" in results:
+        report.draw_plane(results["plane"], workdir.path / "plane.png")

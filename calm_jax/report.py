@@ -118,7 +118,7 @@ def append(workdir: Workdir, record: Mapping) -> None:
     path = workdir.path / "evaluations.jsonl"
     try:
         with open(path, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps(metrics.finite(record)) + "\n")
+            lines.write(json.dumps(metrics.finite(record), allow_nan=False) + "\n")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
@@ -134,8 +134,8 @@ def print_plane(plane: dict[str, Any]) -> None:
         table.add_row(
             f"{point['temperature']:.2g}",
             name_of(point),
-            f"{point['accuracy']:.2f} ± {point['accuracy_error']:.2f}",
-            f"{point['collision']:.2f} ± {point['collision_error']:.2f}",
+            _with_error(point, "accuracy", 1),
+            _with_error(point, "collision", 1),
             f"{point['draws']:.1f}",
             f"{point['decoded']:.1f}",
             f"{point['exact']:.1%}",

@@ -21,6 +21,8 @@ from calm_jax.sampling import ChunkModel, count_draws, for_active
 # The first and the largest of fresh pools, and how they grow. Contexts of trained models are mostly either so peaked
 # that the first pool emits or so flat that many draws tell little: fewer, larger steps waste least (measured).
 _FIRST_POOL, _LARGEST_POOL, _GROWTH = 16, 1024, 4
+# Bounds of what is asked for: draws of a chunk, and draws that are compared each with each (16 MiB for 4096).
+_MOST_DRAWS, MOST_COMPARED = 2**24, 4096
 # Draws made together where they are used one after the other.
 _BLOCK = 16
 # A growing pool is large enough when it holds this many groups of n equal draws.
@@ -49,8 +51,18 @@ class SamplerConfig:
         if self.sampler not in SAMPLERS:
             raise UserError(f"sampler={self.sampler!r} is none of {', '.join(SAMPLERS)}")
         for name in ("num_candidates", "max_draws", "draws_at_once"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+            if not 1 <= getattr(self, name) <= _MOST_DRAWS:
+                raise UserError(
+                    f"{name}={getattr(self, name)} must be at least 1 and at most {_MOST_DRAWS}"
+                )
+        # Draws of one pool are compared each with each.
+        pools = {"batch": "num_candidates", "published": "num_candidates", "growing": "max_draws"}
+        name = pools.get(self.sampler)
+        if name and getattr(self, name) > MOST_COMPARED:
+            raise UserError(
+                f"{name}={getattr(self, name)} must be at most {MOST_COMPARED} with sampler={self.sampler!r}, which compares "
+                "all of them with each other"
+            )
 
     def check_latent_head(self) -> None:
         """Raises `UserError` for what a head that can only be sampled cannot do."""
@@ -76,7 +88,8 @@ class SamplerConfig:
 class Sampled(NamedTuple):
     """tokens: [B, K], the next chunk. draws: [B], latents drawn for it. decoded: [B], tokens decoded for it.
 
-    exact: [B], whether it follows its sampler's law exactly, `p^(1/T)`; else it is an approximation.
+    exact: [B], whether an exact sampler came to its end within its budget. For whole 1/T such a chunk has the law
+    `p^(1/T)`; between, long searches end first, and those are of rare chunks.
     """
 
     tokens: Array
@@ -198,12 +211,17 @@ def _reserve(config: SamplerConfig, least: int) -> int:
 
 
 def pool_sizes(max_draws: int) -> tuple[int, ...]:
-    """16, 64, 256, 1024 as far as `max_draws` reach; what would be left over belongs to the last one."""
-    sizes = [min(_FIRST_POOL, max_draws)]
+    """16, 64, 256, 1024 as far as `max_draws` reach; the last of them but the first takes what would be left over."""
+    if max_draws < 2 * _FIRST_POOL:
+        return (max_draws,)
+    sizes = [_FIRST_POOL]
     while sum(sizes) + _GROWTH * sizes[-1] <= max_draws and sizes[-1] < _LARGEST_POOL:
         sizes.append(_GROWTH * sizes[-1])
-    if sizes[-1] < _LARGEST_POOL:
-        sizes[-1] += max_draws - sum(sizes)
+    left = max_draws - sum(sizes)
+    if len(sizes) == 1:
+        sizes.append(left)
+    elif sizes[-1] < _LARGEST_POOL:
+        sizes[-1] += left
     return tuple(sizes)
 
 

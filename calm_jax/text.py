@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import operator
 import pathlib
 import time
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ class Continuation:
 
     text: up to eos, a stop string or the last token. tokens: its ids, without eos; of a stop string all those it
     took. chunk_ends: how many tokens there were after each chunk. draws, decoded, exact: of each chunk,
-    see `Sampled`. seconds: when each chunk was there, from the call on. finish: "eos", "stop" or
+    see `Sampled`. seconds: when each chunk was seen, from the beginning of its batch on; first calls compile. finish: "eos", "stop" or
     "length", empty while it goes on. alignment: how the prompt was brought to whole chunks: "whole", "pad", "left" or "match".
     match_draws: draws that "match" took, also where it ended in "left".
     """
@@ -190,6 +191,8 @@ class Generator:
         continuation depends on the seed, its place among the prompts, itself and the options, not on
         its neighbours. Raises `UserError` for what the model cannot take, before anything is computed.
         """
+        if isinstance(prompts, str):
+            raise UserError(f"prompts={prompts!r} must be a list of prompts: [{prompts!r}]")
         options = options or self.options
         if self.has_autoencoder:
             options.check_latent_head()
@@ -246,7 +249,7 @@ class Generator:
                 return [tokenizer.bos_id, *tokenizer.encode(prompt)]
             except (UnicodeEncodeError, TypeError) as error:
                 raise UserError(f"prompt {index}, {prompt!r}, is not valid Unicode text") from error
-        ids = [int(token) for token in prompt]
+        ids = [operator.index(token) for token in prompt]
         for token in ids:
             if not 0 <= token < tokenizer.vocab_size:
                 raise UserError(

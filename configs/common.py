@@ -103,11 +103,12 @@ def get_config() -> ConfigDict:
     # With a softmax head: sample from the likeliest tokens that together have this probability.
     config.sample.top_p = 1.0
     # How chunks are sampled below T = 1 (the README compares them); not used with a softmax head:
-    # "pooled" fresh pools of growing size, exact; "rejection" the paper's exact algorithm; "batch" one pool, any T;
+    # "pooled" fresh pools of growing size, exact within max_draws; "rejection" the paper's exact algorithm; "batch" one pool, any T;
     # "published" one pool, the paper's weights, T = 1/n alone; "growing" one pool that grows until it tells enough;
     # "noise" one draw with the head's noise times T.
     config.sample.sampler = "pooled"
-    # N, candidates per chunk of "batch" and "published" (the paper's: 200).
+    # N, candidates per chunk of "batch" and "published" (the paper's: 200). Up to so many, and at most half of max_draws,
+    # are kept back by "rejection", and by "pooled" where 1/T is not whole, to choose from when the rest is used up.
     config.sample.num_candidates = 200
     # Most draws per chunk of the others; after them the choice is approximate, and says so. 216 = 16 + 200 costs about
     # what the paper's 200 cost at most; 1360 = 16 + 64 + 256 + 1024 leaves few chunks approximate.
@@ -117,10 +118,10 @@ def get_config() -> ConfigDict:
     # Tokens to generate per prompt, and strings at which its text ends before.
     config.sample.max_tokens = 128
     config.sample.stop = ()
-    # A prompt that does not end on a chunk boundary: "left" puts pads before it (for models trained with
-    # lm.data.front_fill="random"), "match" draws its last chunk until one begins as the prompt ends, within max_draws,
+    # A prompt that does not end on a chunk boundary: "left" puts pads before it (which
+    # lm.data.front_fill="random" shows in training), "match" draws its last chunk until one begins as the prompt ends, within max_draws,
     # and else does as "left"; "pad" puts pads after it, as the published code does.
-    config.sample.prompt_alignment = "pad"
+    config.sample.prompt_alignment = "left"
     # Text longer than lm.data.block_tokens: "refuse" it, or "slide": see the last chunks alone.
     config.sample.long_context = "refuse"
     # Prompts generated together.

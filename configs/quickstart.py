@@ -66,6 +66,5 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.eval.block_tokens = 512
     # So small a model is dull when it is sharpened: what is most likely in Python is a run of spaces.
     config.sample.temperature = 1.0
-    config.sample.prompt_alignment = "left"
     config.sample.prompts = ("def ", "import ", "class ", "    def __init__(self, ")
     return common.variant(config, arguments)

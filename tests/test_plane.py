@@ -81,7 +81,8 @@ def measure(chunk_size: int, temperatures, **changes):
     sampler = dataclasses.replace(CONFIG.sample.sampler_config, max_draws=216)
     mesh = make_mesh(MeshConfig(-1, 1, 1))
     frozen = {"params": {}}
-    return plane.measure(task(chunk_size), {}, frozen, Blocks(), config, sampler, PAD, mesh)
+    chosen = plane.ways(config, sampler, has_autoencoder=True)
+    return plane.measure(task(chunk_size), {}, frozen, Blocks(), config, chosen, PAD, mesh)
 
 
 def expected(chunk_size: int, exponent: float) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ import rich.table
 from absl import app, flags
 
 from calm_jax import brier, metrics
-from calm_jax.command import command
+from calm_jax.command import command, parse_flags
 from calm_jax.config import resolve
 from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
@@ -126,4 +126,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

@@ -17,7 +17,7 @@ from absl import app, flags
 
 from calm_jax import metrics
 from calm_jax.brier import ORDERS
-from calm_jax.command import command
+from calm_jax.command import command, parse_flags
 from calm_jax.data.pipeline import encode_documents
 from calm_jax.errors import UserError
 from calm_jax.packed import read_corpus
@@ -124,4 +124,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

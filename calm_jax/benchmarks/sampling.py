@@ -26,7 +26,7 @@ from jax import Array
 
 from calm_jax import metrics, temperature
 from calm_jax.brier import Protocol
-from calm_jax.command import command
+from calm_jax.command import command, parse_flags
 from calm_jax.config import resolve
 from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
@@ -250,4 +250,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)
