@@ -187,22 +187,21 @@ def _from_pool(
     return for_active(step, ~found.done, group, (h_BD, key_B), found)
 
 
-def _batch(
-    model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array, config: SamplerConfig
-) -> Sampled:
-    """One pool of `num_candidates`, leave-out weights, any T: `p^s` with a bias of O(1/N^2) (ours)."""
-    found = _nothing(model, h_BD, key_B, active_B)
-    found = _from_pool(model, h_BD, key_B, found, config.num_candidates, config, leave_out=True)
-    return _finished(model, found, active_B)
+def _one_pool(leave_out: bool) -> "_Sampler":
+    """One pool of `num_candidates`, from which weights choose.
 
+    leave_out: any T, `p^s` with a bias of O(1/N^2) (ours); else the paper's Algorithm 2, weights C(c, n), T = 1/n,
+    bias of O(1/N).
+    """
 
-def _published(
-    model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array, config: SamplerConfig
-) -> Sampled:
-    """The paper's Algorithm 2: one pool of `num_candidates`, weights C(c, n), T = 1/n; bias of O(1/N)."""
-    found = _nothing(model, h_BD, key_B, active_B)
-    found = _from_pool(model, h_BD, key_B, found, config.num_candidates, config, leave_out=False)
-    return _finished(model, found, active_B)
+    def sample(
+        model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array, config: SamplerConfig
+    ) -> Sampled:
+        found = _nothing(model, h_BD, key_B, active_B)
+        found = _from_pool(model, h_BD, key_B, found, config.num_candidates, config, leave_out)
+        return _finished(model, found, active_B)
+
+    return sample
 
 
 def _reserve(config: SamplerConfig, least: int) -> int:
@@ -547,8 +546,8 @@ def complete_chunk(
 _Sampler = Callable[[ChunkModel, Array, Array, Array, SamplerConfig], Sampled]
 SAMPLERS: dict[str, _Sampler] = {
     "pooled": _pooled,
-    "batch": _batch,
-    "published": _published,
+    "batch": _one_pool(leave_out=True),
+    "published": _one_pool(leave_out=False),
     "rejection": _rejection,
     "growing": _growing,
     "noise": _at_noise,

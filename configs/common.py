@@ -111,7 +111,7 @@ def get_config() -> ConfigDict:
     # are kept back by "rejection", and by "pooled" where 1/T is not whole, to choose from when the rest is used up.
     config.sample.num_candidates = 200
     # Most draws per chunk of the others; after them the choice is approximate, and says so. 216 = 16 + 200 costs about
-    # what the paper's 200 cost at most; 1360 = 16 + 64 + 256 + 1024 leaves few chunks approximate.
+    # what the paper's 200 cost at most; 1360 = 16 + 64 + 256 + 1024 leaves fewer chunks approximate.
     config.sample.max_draws = 216
     # Draws computed together, over all prompts: enough to fill the device, as what is begun is not left.
     config.sample.draws_at_once = 256
