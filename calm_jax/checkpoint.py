@@ -57,12 +57,21 @@ class Checkpointer:
         self, step: int, params: Any, training: Any, data: grain.DatasetIterator, about: dict
     ) -> None:
         """Starts a save of step `step`. Raises `UserError` if it, or the one before, cannot be written."""
-        items = {
-            _PARAMS: ocp.args.StandardSave(params),
-            _TRAINING: ocp.args.StandardSave(training),
-            _DATA: grain.checkpoint.CheckpointSave(data),
-            _ABOUT: ocp.args.JsonSave(about),
-        }
+        self._save(
+            step,
+            {
+                _PARAMS: ocp.args.StandardSave(params),
+                _TRAINING: ocp.args.StandardSave(training),
+                _DATA: grain.checkpoint.CheckpointSave(data),
+                _ABOUT: ocp.args.JsonSave(about),
+            },
+        )
+
+    def save_params(self, step: int, params: Any, about: dict) -> None:
+        """Starts a save of parameters that no training of ours led to."""
+        self._save(step, {_PARAMS: ocp.args.StandardSave(params), _ABOUT: ocp.args.JsonSave(about)})
+
+    def _save(self, step: int, items: dict) -> None:
         try:
             self._manager.save(step, args=ocp.args.Composite(**items))
         except (OSError, ValueError, RuntimeError) as error:

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable
 
 from absl import flags, logging
+from ml_collections import ConfigDict
 
+from calm_jax.config import nearest
 from calm_jax.errors import Interrupted, UserError
 from calm_jax.interrupt import EndOnSignal
 
@@ -27,6 +29,38 @@ def parse_flags(argv: list[str]) -> list[str]:
     except (flags.Error, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+def parse_config_flags(config: ConfigDict) -> Callable[[list[str]], list[str]]:
+    """The same for a command whose `--config.KEY` flags change `config`."""
+
+    def parse(argv: list[str]) -> list[str]:
+        message = unknown_key(argv, config)
+        if not message:
+            try:
+                return flags.FLAGS(argv)
+            except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+                message = " ".join(str(error).split())
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+    return parse
+
+
+def unknown_key(argv: list[str], config: ConfigDict) -> str:
+    """Names the first `--config.KEY` that `config` does not have, and the nearest that it has."""
+    for arg in argv:
+        name = arg.partition("=")[0]
+        if not name.startswith("--config."):
+            continue
+        section, known = config, "config"
+        for key in name.removeprefix("--config.").split("."):
+            if not isinstance(section, ConfigDict) or key not in section:
+                names = list(section) if isinstance(section, ConfigDict) else []
+                hint = nearest(key, names) if names else f"{known} has no keys under it"
+                return f"{name}: {known} has no key {key!r}: {hint}"
+            section, known = section[key], f"{known}.{key}"
+    return ""
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], None]:

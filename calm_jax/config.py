@@ -59,6 +59,7 @@ class Config:
 
     seed: int
     stage: str
+    init_from: str
     chunk_size: int
     compute_dtype: str
     data: DataConfig
@@ -80,6 +81,17 @@ class Config:
         if self.chunk_size < 1:
             raise UserError(f"chunk_size={self.chunk_size} must be at least 1")
         self._check_head()
+        if self.init_from and self.autoencoder.checkpoint:
+            raise UserError(
+                f"autoencoder.checkpoint={self.autoencoder.checkpoint!r}: init_from={self.init_from!r} brings its own "
+                "autoencoder, leave one of them out"
+            )
+        data = self.lm.data
+        if self.data.prompt_field and not (data.append_eos and data.align_documents_to_chunks):
+            raise UserError(
+                f"data.prompt_field={self.data.prompt_field!r} needs lm.data.append_eos and "
+                "lm.data.align_documents_to_chunks to be True: a completion ends with eos and whole chunks"
+            )
         for name in ("autoencoder", "lm"):
             stage = getattr(self, name)
             block = stage.data.block_tokens
@@ -120,6 +132,12 @@ class Config:
     def has_autoencoder(self) -> bool:
         """Whether the language model stands on an autoencoder's latents."""
         return self.lm.head.name in LATENT_HEADS
+
+    @property
+    def autoencoder_source(self) -> str:
+        """The workdir whose autoencoder is taken over as it is; empty if there is none."""
+        from_init = self.has_autoencoder and "autoencoder" not in self.stages
+        return self.autoencoder.checkpoint or (self.init_from if from_init else "")
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -219,6 +237,7 @@ _TRAINING_KEYS = (
     "seed",
     "compute_dtype",
     "data.",
+    "init_from",
     "autoencoder.checkpoint",
     "autoencoder.data.",
     "autoencoder.training.batch_size",

@@ -8,11 +8,11 @@ import re
 import sys
 
 from absl import app, flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 from calm_jax import recipe
-from calm_jax.command import command
-from calm_jax.config import nearest, resolve
+from calm_jax.command import command, unknown_key
+from calm_jax.config import resolve
 from calm_jax.errors import UserError
 from calm_jax.train import Profile
 from calm_jax.workdir import Workdir
@@ -69,23 +69,12 @@ def _recipe_flag(argv: list[str]) -> str:
 
 
 def _unknown_key(argv: list[str], recipe_flag: str) -> str:
-    """Names the first `--config.KEY` that the recipe does not have, and the nearest that it has."""
+    """Names the first `--config.KEY` that the recipe does not have; empty if it has them all."""
     alone = [argv[0], f"--config={recipe_flag}"]
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=alone)
     values(alone)
-    for arg in argv:
-        name = arg.partition("=")[0]
-        if not name.startswith("--config."):
-            continue
-        section, known = values.config, "config"
-        for key in name.removeprefix("--config.").split("."):
-            if not isinstance(section, ConfigDict) or key not in section:
-                names = list(section) if isinstance(section, ConfigDict) else []
-                hint = nearest(key, names) if names else f"{known} has no keys under it"
-                return f"{name}: {known} has no key {key!r}: {hint}"
-            section, known = section[key], f"{known}.{key}"
-    return ""
+    return unknown_key(argv, values.config)
 
 
 def _profile(text: str, folder: pathlib.Path) -> Profile:

@@ -9,7 +9,15 @@ from calm_jax import brier
 from calm_jax.brier import ORDERS
 from calm_jax.config import Config
 from calm_jax.data.corpus import Corpus, load_corpus
-from calm_jax.data.pipeline import BlockConfig, Blocks, document_windows, encode_documents, pack
+from calm_jax.data.pipeline import (
+    MASKED,
+    BlockConfig,
+    Blocks,
+    document_windows,
+    encode_documents,
+    pack,
+    pack_records,
+)
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 
@@ -30,48 +38,42 @@ def read_corpus(config: Config) -> Corpus:
     return corpus
 
 
-@dataclasses.dataclass(frozen=True)
-class StageBlocks:
-    """The two splits, packed for one stage."""
-
-    train: Blocks
-    validation: Blocks
-
-
 class Text:
-    """The recipe's text: read once, packed once for each stage that asks."""
+    """The recipe's text: read once, packed once for each stage and split that is asked for."""
 
     def __init__(self, config: Config, corpus: Corpus, tokenizer: Tokenizer):
         self._config, self._tokenizer = config, tokenizer
+        self._documents = {"train": corpus.train, "validation": corpus.validation}
         self._encoded = {
-            "train": encode_documents(corpus.train, tokenizer),
-            "validation": encode_documents(corpus.validation, tokenizer),
+            split: encode_documents([document.text for document in documents], tokenizer)
+            for split, documents in self._documents.items()
         }
-        self._packed: dict[str, StageBlocks] = {}
+        # Of text without prompts they are all empty.
+        self._prompts = {
+            split: encode_documents([document.prompt for document in documents], tokenizer)
+            for split, documents in self._documents.items()
+        }
+        self._packed: dict[tuple[str, str], Blocks] = {}
 
-    def blocks(self, name: str) -> StageBlocks:
-        """A stage's blocks. Raises `UserError` if there is not enough text for one training block.
+    @property
+    def has_train(self) -> bool:
+        """Whether there is training text, which scoring can do without."""
+        return bool(self._encoded["train"])
+
+    def blocks(self, name: str, split: str) -> Blocks:
+        """A stage's blocks of "train" or "validation". Raises `UserError` if there is not enough text for one training block.
 
         Validation text is never filled in front, and none of it is dropped.
         """
-        if name not in self._packed:
-            data = getattr(self._config, name).data
-            self._packed[name] = StageBlocks(
-                self._pack(name, "train", data, keep_remainder=False),
-                self._pack(
-                    name,
-                    "validation",
-                    dataclasses.replace(data, front_fill="none"),
-                    keep_remainder=True,
-                ),
-            )
-        return self._packed[name]
+        if (name, split) not in self._packed:
+            self._packed[name, split] = self._pack(name, split)
+        return self._packed[name, split]
 
     def windows(self) -> Blocks:
         """The validation documents in windows of equal context. Raises `UserError` if none is long enough."""
         config = self._config
         data = config.eval
-        documents = [self._document(ids) for ids in self._encoded["validation"]]
+        documents = self._whole_documents("validation")
         blocks = document_windows(
             documents,
             self._tokenizer.pad_id,
@@ -101,18 +103,18 @@ class Text:
         Those of n-grams that start where a chunk does.
         """
         config = self._config
-        blocks, size = self.blocks("lm"), config.chunk_size
-        train_BT = blocks.train.tokens
-        train_BT = train_BT[:: _stride(train_BT.size // size)]
+        blocks, size = self.blocks("lm", "train"), config.chunk_size
+        step = _stride(blocks.tokens.size // size)
+        train_BT = blocks.targets(np.arange(0, len(blocks), step))
         window_P4 = brier.windows(np.arange(0, train_BT.shape[1] - ORDERS + 1, size))
         train_N4 = train_BT[:, window_P4].reshape(-1, ORDERS)
-        return self._floor(train_N4, blocks.validation, config.eval.published)
+        train_N4 = train_N4[(train_N4 != MASKED).all(1)]
+        return self._floor(train_N4, self.blocks("lm", "validation"), config.eval.published)
 
     def equal_context_floor(self) -> brier.Score:
         """The same for the equal-context protocol, from all n-grams of the documents: one floor for every K."""
-        encoded = self._encoded["train"]
-        stride = _stride(sum(map(len, encoded)))
-        documents = [self._document(ids) for ids in encoded[::stride]]
+        stride = _stride(sum(map(len, self._encoded["train"])))
+        documents = self._whole_documents("train")[::stride]
         train_N4 = [
             np.lib.stride_tricks.sliding_window_view(document, ORDERS)
             for document in documents
@@ -125,7 +127,7 @@ class Text:
     def check_scored(self) -> None:
         """Raises `UserError` if no n-gram of the validation text is ever predicted."""
         config = self._config
-        _, counted_BP4 = self._scored(self.blocks("lm").validation, config.eval.published)
+        _, counted_BP4 = self._scored(self.blocks("lm", "validation"), config.eval.published)
         if not counted_BP4[..., -1].any():
             raise UserError(
                 f"lm: the validation text has no {ORDERS} tokens after the first chunk of {config.chunk_size} of its "
@@ -134,16 +136,19 @@ class Text:
 
     def _scored(self, blocks: Blocks, protocol: brier.Protocol) -> tuple[np.ndarray, np.ndarray]:
         """The n-grams that a protocol scores, [blocks, P, 4], and which of them count for which n."""
-        target_BT = np.stack([blocks[index]["targets"] for index in range(len(blocks))])
+        target_BT = blocks.targets(np.arange(len(blocks)))
         starts_P = protocol.starts(target_BT.shape[1], self._config.chunk_size)
         counted_BP4 = brier.counted(target_BT, starts_P, self._tokenizer.pad_id)
         return target_BT[:, brier.windows(starts_P)], counted_BP4
 
-    def _document(self, ids: np.ndarray) -> np.ndarray:
-        """A document's tokens, with bos and, where the language model is trained on it, eos."""
+    def _whole_documents(self, split: str) -> list[np.ndarray]:
+        """Documents' tokens, with bos and, where the language model is trained on it, eos."""
         tokenizer = self._tokenizer
         eos = [tokenizer.eos_id] * self._config.lm.data.append_eos
-        return np.concatenate([[tokenizer.bos_id], ids, eos]).astype(np.int32)
+        return [
+            np.concatenate([[tokenizer.bos_id], prompt, ids, eos]).astype(np.int32)
+            for prompt, ids in zip(self._prompts[split], self._encoded[split], strict=True)
+        ]
 
     def _floor(
         self, train_N4: np.ndarray, validation: Blocks, protocol: brier.Protocol
@@ -151,14 +156,45 @@ class Text:
         target_BP4, counted_BP4 = self._scored(validation, protocol)
         return brier.frequency_floor(train_N4, np.maximum(target_BP4, 0), counted_BP4)
 
-    def _pack(self, name: str, split: str, data: BlockConfig, keep_remainder: bool) -> Blocks:
-        config = self._config
+    def _pack(self, name: str, split: str) -> Blocks:
+        config, data = self._config, getattr(self._config, name).data
+        # An autoencoder learns chunks, whoever wrote them.
+        if config.data.prompt_field and name == "lm":
+            return self._pack_records(split, data)
+        if split == "validation":
+            data = dataclasses.replace(data, front_fill="none")
         return pack(
-            self._encoded[split],
+            [
+                np.concatenate(pair)
+                for pair in zip(self._prompts[split], self._encoded[split], strict=True)
+            ],
             self._tokenizer,
             data,
             config.chunk_size,
             config.seed,
-            keep_remainder,
-            f"{name}: the {split} text",
+            keep_remainder=split == "validation",
+            name=f"{name}: the {split} text",
         )
+
+    def _pack_records(self, split: str, data: BlockConfig) -> Blocks:
+        config = self._config
+        names = [document.name for document in self._documents[split]]
+        blocks, too_long = pack_records(
+            names,
+            self._prompts[split],
+            self._encoded[split],
+            self._tokenizer,
+            data,
+            config.chunk_size,
+        )
+        way_out = f"lm.data.block_tokens={data.block_tokens}: raise it"
+        if too_long and config.data.on_bad_record == "raise":
+            raise UserError(
+                f"{too_long[0]}: the record is longer than {way_out}, or leave such records out with "
+                "--config.data.on_bad_record=skip"
+            )
+        if too_long:
+            print(f"data: {len(too_long)} {split} records left out: longer than {way_out}")
+        if not len(blocks):
+            raise UserError(f"lm: the {split} text has no record that fits {way_out}")
+        return blocks

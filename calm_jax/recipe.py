@@ -5,7 +5,8 @@ import functools
 import json
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -46,7 +47,11 @@ class Run:
 
     def evaluator(self, name: str) -> Evaluator:
         return Evaluator(
-            name, self.task(name), self.text.blocks(name).validation, self.config.eval, self.mesh
+            name,
+            self.task(name),
+            self.text.blocks(name, "validation"),
+            self.config.eval,
+            self.mesh,
         )
 
     def equal_context_evaluator(self) -> Evaluator:
@@ -61,7 +66,8 @@ class Run:
             name,
             self.task(name),
             frozen,
-            self.text.blocks(name).train,
+            self._initial(name),
+            self.text.blocks(name, "train"),
             evaluator,
             config.training,
             config.optimizer,
@@ -91,6 +97,13 @@ class Run:
         finally:
             checkpointer.close()
 
+    def _initial(self, name: str) -> Callable[[], Params] | None:
+        """Loads the parameters of `init_from`."""
+        if not self.config.init_from:
+            return None
+        source = Workdir(pathlib.Path(self.config.init_from))
+        return functools.partial(source.load_params, name, self.task(name), self.mesh)
+
     def validate(self, name: str, evaluator: Evaluator, params: Params, frozen: Params) -> dict:
         """The report over the whole validation split; read from the log if it stands there."""
         step = checkpoint.latest_step(self.workdir.checkpoints(name)) or 0
@@ -113,42 +126,78 @@ class Run:
             )
 
 
-def _fit_autoencoder(config: Config, tokenizer: Tokenizer, source: Workdir) -> None:
-    """Raises `UserError` unless the autoencoder of `source` is of this recipe's kind."""
+# Keys that say how a language model is trained or sampled, not what it is.
+_NOT_OF_THE_MODEL = ("remat", "num_samples", "num_target_samples", "beta", "num_steps", "solver")
+
+
+def _fit_source(
+    key: str, config: Config, tokenizer: Tokenizer, source: Workdir, with_lm: bool
+) -> None:
+    """Raises `UserError` unless the models of `source`, which `key` names, are of this recipe's kind."""
     theirs = source.config
-    ours_and_theirs = {
+    ours_and_theirs: dict[str, tuple[Any, Any]] = {
         "chunk_size": (config.chunk_size, theirs.chunk_size),
+        "tokenizer.kind": (config.tokenizer.kind, theirs.tokenizer.kind),
         "tokenizer": (tokenizer.fingerprint, source.tokenizer.fingerprint),
     }
-    for field in dataclasses.fields(config.autoencoder.model):
-        ours_and_theirs[f"autoencoder.model.{field.name}"] = (
-            getattr(config.autoencoder.model, field.name),
-            getattr(theirs.autoencoder.model, field.name),
-        )
-    for key, (ours, other) in ours_and_theirs.items():
+
+    def compare(name: str, ours: Any, other: Any) -> None:
+        ours, other = dataclasses.asdict(ours), dataclasses.asdict(other)
+        for field in ours | other:
+            if field not in _NOT_OF_THE_MODEL:
+                ours_and_theirs[f"{name}.{field}"] = (ours.get(field), other.get(field))
+
+    if config.has_autoencoder:
+        compare("autoencoder.model", config.autoencoder.model, theirs.autoencoder.model)
+    if with_lm:
+        compare("lm.head", config.lm.head, theirs.lm.head)
+        compare("lm.model", config.lm.model, theirs.lm.model)
+    for name, (ours, other) in ours_and_theirs.items():
         if ours == other:
             continue
-        hint = f"; its tokenizer is {source.path}/tokenizer/model" if key == "tokenizer" else ""
+        hint = f"; its tokenizer is {source.path}/tokenizer/model" if name == "tokenizer" else ""
         raise UserError(
-            f"autoencoder.checkpoint={str(source.path)!r} has {key}={other!r}, this recipe has {ours!r}{hint}"
+            f"{key}={str(source.path)!r} has {name}={other!r}, this recipe has {ours!r}{hint}"
         )
 
 
-def _source_to_import(config: Config, workdir: Workdir, fresh: bool) -> Workdir | None:
-    """The workdir whose autoencoder is to be taken over; None if there is nothing to take."""
-    name = config.autoencoder.checkpoint
-    if not name:
-        return None
-    if not fresh and checkpoint.latest_step(workdir.checkpoints("autoencoder")) is not None:
-        return None
+def _source(key: str, name: str, stages: Sequence[str], workdir: Workdir) -> Workdir:
+    """The workdir that `key` names. Raises `UserError` unless it has these stages' parameters."""
     source = Workdir(pathlib.Path(name))
     if source.path.resolve() == workdir.path.resolve():
-        raise UserError(f"autoencoder.checkpoint={name!r} is the workdir itself")
+        raise UserError(f"{key}={name!r} is the workdir itself")
     if not source.exists:
-        raise UserError(f"autoencoder.checkpoint={name!r} is no workdir")
-    if checkpoint.latest_step(source.checkpoints("autoencoder")) is None:
-        raise UserError(f"autoencoder.checkpoint={name!r} has no trained autoencoder")
+        raise UserError(f"{key}={name!r} is no workdir")
+    for stage in stages:
+        if checkpoint.latest_step(source.checkpoints(stage)) is None:
+            what = "autoencoder" if stage == "autoencoder" else "language model"
+            raise UserError(f"{key}={name!r} has no trained {what}")
     return source
+
+
+def _sources(
+    config: Config, workdir: Workdir, fresh: bool, tokenizer: Tokenizer | None
+) -> tuple[Workdir | None, Workdir | None]:
+    """The workdirs to take over: `(of the first parameters, of the autoencoder)`, None for what is not needed (any more).
+
+    tokenizer: this run's; None if it is not known yet, and what depends on it is not checked.
+    """
+
+    def has(stage: str) -> bool:
+        return not fresh and checkpoint.latest_step(workdir.checkpoints(stage)) is not None
+
+    start = taken = None
+    begins = [stage for stage in config.stages if not has(stage)]
+    if config.init_from and begins:
+        start = _source("init_from", config.init_from, begins, workdir)
+    if config.autoencoder_source and not has("autoencoder"):
+        key = "autoencoder.checkpoint" if config.autoencoder.checkpoint else "init_from"
+        taken = _source(key, config.autoencoder_source, ["autoencoder"], workdir)
+        if tokenizer is not None:
+            _fit_source(key, config, tokenizer, taken, with_lm=False)
+    if start is not None and tokenizer is not None:
+        _fit_source("init_from", config, tokenizer, start, with_lm="lm" in begins)
+    return start, taken
 
 
 def _check_tokenizer_file(config: Config, tokenizer: Tokenizer) -> None:
@@ -158,7 +207,7 @@ def _check_tokenizer_file(config: Config, tokenizer: Tokenizer) -> None:
         named = make_tokenizer(config.tokenizer, ())
         if named.fingerprint != tokenizer.fingerprint:
             raise UserError(
-                f"tokenizer.path={path!r} is another tokenizer ({named.fingerprint}) than the workdir's "
+                f"tokenizer.path={path!r} is another tokenizer ({named.fingerprint}) than the model's "
                 f"({tokenizer.fingerprint}): give another --workdir, or --overwrite"
             )
 
@@ -174,13 +223,13 @@ def is_finished(config: Config, workdir: Workdir) -> bool:
         and checkpoint.latest_step(workdir.checkpoints(name)) == done[name]["step"]
         and done[name]["step"] >= getattr(config, name).training.num_steps
         for name in config.stages
-        if not (name == "autoencoder" and config.autoencoder.checkpoint)
+        if not (name == "autoencoder" and config.autoencoder_source)
     )
 
 
 def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> None:
     """Raises `UserError` if stage 2 would have no autoencoder, or lose the one that it began with."""
-    if config.autoencoder.checkpoint or not config.has_autoencoder:
+    if config.autoencoder_source or not config.has_autoencoder:
         return
     step = None if fresh else checkpoint.latest_step(workdir.checkpoints("autoencoder"))
     if config.stage == "lm" and step is None:
@@ -210,23 +259,37 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
     if overwrite:
         workdir.check_deletable()
     fresh = overwrite or not workdir.exists
+    if config.data.validation_files and not config.data.train_files:
+        raise UserError("data.validation_files needs data.train_files to train on")
     if not fresh:
+        if workdir.is_converted:
+            raise UserError(
+                f"{workdir.path} holds converted parameters: train on from them in another folder, "
+                f"--config=configs/finetune.py:{workdir.path} --workdir=DIR"
+            )
         workdir.check_config(config, training=True)
-    source = _source_to_import(config, workdir, fresh)
+    start, _ = _sources(config, workdir, fresh, tokenizer=None)
     _check_autoencoder_stage(config, workdir, fresh)
     print("data: reading and tokenising", flush=True)
     corpus = read_corpus(config)
     if fresh:
-        tokenizer = make_tokenizer(config.tokenizer, (doc.text for doc in corpus.train))
+        # A model that is trained on keeps its tokenizer.
+        tokenizer = (
+            make_tokenizer(config.tokenizer, (doc.text for doc in corpus.train))
+            if start is None
+            else start.tokenizer
+        )
     else:
         workdir.check_corpus(corpus)
         tokenizer = workdir.tokenizer
+    if not fresh or start is not None:
         _check_tokenizer_file(config, tokenizer)
-    if source is not None:
-        _fit_autoencoder(config, tokenizer, source)
+    _, autoencoder = _sources(config, workdir, fresh, tokenizer)
     text = Text(config, corpus, tokenizer)
+    for name in config.stages:
+        text.blocks(name, "train")
     if config.has_autoencoder:
-        text.blocks("autoencoder")
+        text.blocks("autoencoder", "validation")
     if "lm" in config.stages:
         text.check_scored()
     if overwrite:
@@ -236,8 +299,8 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
     else:
         # One stage may be trained at a time; the recipe stays whole.
         workdir.store_config(dataclasses.replace(config, stage=workdir.config.stage))
-    if source is not None:
-        workdir.import_autoencoder(source)
+    if autoencoder is not None:
+        workdir.import_autoencoder(autoencoder)
     return Run(config, Workdir(workdir.path), mesh, text)
 
 
@@ -265,7 +328,7 @@ def _train_and_report(run: Run, profile: Profile) -> None:
     frozen: Params = {}
     if config.has_autoencoder:
         evaluator = run.evaluator("autoencoder")
-        if "autoencoder" in config.stages and not config.autoencoder.checkpoint:
+        if "autoencoder" in config.stages and not config.autoencoder_source:
             params = run.train("autoencoder", {}, evaluator, profile)
         else:
             params = workdir.load_params("autoencoder", run.autoencoder_task, run.mesh)
@@ -301,25 +364,27 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
     check_batch("eval.batch_size", config.eval.batch_size, mesh)
     with jax.set_mesh(mesh):
         corpus = read_corpus(config)
-        change = workdir.change_of_text(corpus)
+        change = "" if workdir.is_converted else workdir.change_of_text(corpus)
         if change:
             print(f"data: not the text that this run was trained with. {change}")
         run = Run(config, workdir, mesh, Text(config, corpus, workdir.tokenizer))
         has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
         # Refuses a context longer than the text before anything is computed.
-        equal_context = run.equal_context_evaluator() if has_lm else None
+        # Records with prompts are scored as they are: their prompts are the context.
+        is_scored = has_lm and not config.data.prompt_field
+        equal_context = run.equal_context_evaluator() if is_scored else None
         results: dict[str, Mapping] = {}
         frozen: Params = {}
         if config.has_autoencoder:
             params = workdir.load_params("autoencoder", run.autoencoder_task, mesh)
             results["autoencoder"] = run.evaluator("autoencoder")(params, {})
             frozen = {"params": params}
-        if equal_context is not None:
+        if has_lm:
             params = workdir.load_params("lm", run.lm_task, mesh)
-            for name, evaluator in (
-                ("lm", run.evaluator("lm")),
-                ("equal_context", equal_context),
-            ):
+            evaluators = {"lm": run.evaluator("lm")}
+            if equal_context is not None:
+                evaluators["equal_context"] = equal_context
+            for name, evaluator in evaluators.items():
                 began = time.monotonic()
                 values = evaluator(params, frozen)
                 results[name] = values | {"seconds": time.monotonic() - began}
@@ -328,14 +393,16 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
                     run.lm_task,
                     params,
                     frozen,
-                    run.text.blocks("lm").validation,
+                    run.text.blocks("lm", "validation"),
                     config.eval,
                     ways,
                     run.tokenizer.pad_id,
                     mesh,
                 )
-            results["floor"] = brier.as_values(run.text.floor())
-            results["equal_context_floor"] = brier.as_values(run.text.equal_context_floor())
+            if run.text.has_train:
+                results["floor"] = brier.as_values(run.text.floor())
+            if run.text.has_train and equal_context is not None:
+                results["equal_context_floor"] = brier.as_values(run.text.equal_context_floor())
         for name in ("autoencoder", "lm"):
             if name in results:
                 step = checkpoint.latest_step(workdir.checkpoints(name))

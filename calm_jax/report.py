@@ -46,23 +46,31 @@ _LOSSES = {
 
 
 def _scores(results: Mapping[str, Mapping], name: str, floor: str) -> list[tuple[str, str]]:
-    values, floor_values = results[name], results[floor]
-    return [
+    values = results[name]
+    rows = [
         ("  BrierLM", _with_error(values, "brierlm", 1)),
-        ("  BrierLM of frequencies (the floor)", _with_error(floor_values, "brierlm", 1)),
         ("  100 x Brier 1 to 4", _brier(values)),
-        ("  100 x Brier 1 to 4 of the floor", _brier(floor_values)),
     ]
+    # Frequencies are those of training text, which scoring can do without.
+    if floor in results:
+        floor_values = results[floor]
+        rows.insert(
+            1, ("  BrierLM of frequencies (the floor)", _with_error(floor_values, "brierlm", 1))
+        )
+        rows.append(("  100 x Brier 1 to 4 of the floor", _brier(floor_values)))
+    return rows
 
 
-def _rows(results: Mapping[str, Mapping], config: Config) -> list[tuple[str, str]]:
+def _rows(
+    results: Mapping[str, Mapping], config: Config, workdir: Workdir
+) -> list[tuple[str, str]]:
     rows = []
     names = {"autoencoder": "autoencoder", "lm": "language model"}
     for stage, name in names.items():
         if stage not in results:
             continue
         values = results[stage]
-        trained = f"step {values['step']}"
+        trained = "converted" if workdir.is_converted else f"step {values['step']}"
         if "training_seconds" in values:
             trained += f", trained in {metrics.duration(values['training_seconds'])}"
         rows.append((name, trained))
@@ -94,7 +102,7 @@ def _rows(results: Mapping[str, Mapping], config: Config) -> list[tuple[str, str
 def print_results(results: Mapping[str, Mapping], config: Config, workdir: Workdir) -> None:
     """Shows what was trained, how well it does, where it is and what to run next."""
     table = rich.table.Table(show_header=False)
-    for name, value in _rows(results, config):
+    for name, value in _rows(results, config, workdir):
         table.add_row(name, rich.text.Text(value))
     files = ["config.json", "metrics.jsonl", "tensorboard/"]
     files += [path.name for path in (workdir.samples_path,) if path.exists()]
@@ -107,7 +115,7 @@ def print_results(results: Mapping[str, Mapping], config: Config, workdir: Workd
             f"  python -m calm_jax.generate --workdir={path} --prompt=TEXT\n"
             f"  python -m calm_jax.main --mode=eval --config=configs/workdir.py:{path} --config.eval.num_samples=8"
         )
-    elif "autoencoder" in results:
+    elif "autoencoder" in results and not workdir.is_converted:
         print(
             f"next:\n  python -m calm_jax.main --config=configs/workdir.py:{path} --config.stage=lm"
         )

@@ -187,11 +187,15 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What to train, on what, how, and how to score it on the way."""
+    """What to train, on what, how, and how to score it on the way.
+
+    initial: loads the parameters to begin with; None for fresh ones.
+    """
 
     name: str
     task: Task
     frozen: Params
+    initial: Callable[[], Params] | None
     blocks: Blocks
     evaluator: Evaluator
     training: TrainingConfig
@@ -233,6 +237,8 @@ class Trainer:
         self._saved_step = checkpointer.latest_step
         if self._saved_step is not None:
             self._restore()
+        elif stage.initial is not None:
+            self._state = self._state._replace(params=stage.initial())
         self._first_step = int(self._state.step)
         log.cut_back(stage.name, self._first_step)
         self._update = jax.jit(

@@ -124,6 +124,10 @@ class Workdir:
         return self.path / "config.json"
 
     @property
+    def _corpus_path(self) -> pathlib.Path:
+        return self.path / "corpus.json"
+
+    @property
     def exists(self) -> bool:
         return self._config_path.exists()
 
@@ -173,7 +177,7 @@ class Workdir:
 
     def change_of_text(self, corpus: Corpus) -> str:
         """How the text differs from what this run began with; empty if it does not."""
-        path = self.path / "corpus.json"
+        path = self._corpus_path
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -218,8 +222,16 @@ class Workdir:
                 f"--overwrite would delete {self.path / foreign[0]}, which is no file of a run: move it away first"
             )
 
-    def create(self, config: Config, tokenizer: Tokenizer, corpus: Corpus) -> None:
-        """Writes what describes a new run; config.json last, which is what makes it a workdir."""
+    @property
+    def is_converted(self) -> bool:
+        """Whether its parameters come from elsewhere, with no text and no optimizer's state."""
+        return self.exists and not self._corpus_path.exists()
+
+    def create(self, config: Config, tokenizer: Tokenizer, corpus: Corpus | None) -> None:
+        """Writes what describes a new run; config.json last, which is what makes it a workdir.
+
+        corpus: None for parameters that come from elsewhere.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             tokenizer.save(self.path / "tokenizer")
@@ -227,7 +239,8 @@ class Workdir:
             raise UserError(
                 f"--workdir={self.path} cannot be written: {error.strerror or error}"
             ) from error
-        write_atomically(self.path / "corpus.json", json.dumps(_describe(corpus), indent=2) + "\n")
+        if corpus is not None:
+            write_atomically(self._corpus_path, json.dumps(_describe(corpus), indent=2) + "\n")
         self.store_config(config)
 
     def store_config(self, config: Config) -> None:

@@ -18,6 +18,9 @@ def get_config() -> ConfigDict:
     config.seed = 0
     # What to train: "autoencoder", "lm" (needs an autoencoder in the workdir or a checkpoint of one), or "all".
     config.stage = "all"
+    # Workdir, of a run or converted, with whose parameters the stages begin that are trained; a language model that is
+    # trained alone takes its autoencoder, too. Empty: fresh parameters.
+    config.init_from = ""
     # K, tokens per chunk (paper: 4; 1 with a softmax head). Both stages share it.
     config.chunk_size = 4
     # Arithmetic of the networks, "bfloat16" or "float32"; parameters, losses, norms' statistics and softmax are float32.
@@ -28,10 +31,13 @@ def get_config() -> ConfigDict:
     # Comma-separated globs of .txt (one document a file), .jsonl or .json (one document a line).
     # Empty: the source text of the running Python's standard library.
     config.data.train_files = ""
-    # The same for validation. Empty: held out of the training files, see `holdout_every`.
+    # The same for validation. Empty: held out of the training files, see `holdout_every`. Alone they are enough for --mode=eval.
     config.data.validation_files = ""
     # Field of a JSON record that holds the text.
     config.data.text_field = "text"
+    # Field of a JSON record with a prompt that its text follows: read, not learnt, and the text begins a chunk of its
+    # own; each record then is a block for itself. Empty: there are no prompts.
+    config.data.prompt_field = ""
     # Without validation files, one document in this many is held out, by a hash of its file name (and line).
     config.data.holdout_every = 20
     # A malformed record: "raise" (names file and line) or "skip" (counted and reported).

@@ -23,7 +23,8 @@ from configs import workdir as stored
 RECIPES = sorted(
     path.stem
     for path in pathlib.Path(configs.__file__).parent.glob("*.py")
-    if path.stem not in ("__init__", "workdir")
+    # Those that need a workdir are tested with one.
+    if path.stem not in ("__init__", "workdir", "finetune")
 )
 
 
@@ -301,8 +302,29 @@ def test_head_without_a_name_is_refused():
     assert refusal(tree).endswith("lacks the key lm.head.name")
 
 
-def test_validation_files_need_training_files():
-    assert "data.validation_files" in refusal(tree_with({"data.validation_files": "x.txt"}))
+def test_prompts_need_files_whole_chunks_and_a_field_of_their_own():
+    fits = {
+        "data.prompt_field": "prompt",
+        "data.train_files": "x.jsonl",
+        "lm.data.append_eos": True,
+        "lm.data.align_documents_to_chunks": True,
+    }
+    assert resolve(tree_with(fits)).data.prompt_field == "prompt"
+    for change in (
+        {"data.train_files": ""},
+        {"data.prompt_field": "text"},
+        {"lm.data.append_eos": False},
+        {"lm.data.align_documents_to_chunks": False},
+    ):
+        assert refusal(tree_with(fits | change)).startswith("data.prompt_field=")
+
+
+def test_first_parameters_bring_their_own_autoencoder():
+    assert resolve(tree_with({"init_from": "runs/x"})).autoencoder_source == ""
+    alone = {"init_from": "runs/x", "stage": "lm"}
+    assert resolve(tree_with(alone)).autoencoder_source == "runs/x"
+    message = refusal(tree_with({"init_from": "runs/x", "autoencoder.checkpoint": "runs/y"}))
+    assert message.startswith("autoencoder.checkpoint='runs/y': init_from='runs/x'")
 
 
 # --- Variants: heads and chunk sizes as arguments of a recipe

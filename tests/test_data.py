@@ -33,6 +33,7 @@ def data_config(train_files="", **changes) -> DataConfig:
     defaults = {
         "validation_files": "",
         "text_field": "text",
+        "prompt_field": "",
         "holdout_every": 2,
         "on_bad_record": "raise",
     }
@@ -256,7 +257,12 @@ def test_one_document_cannot_be_split(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"on_bad_record": "ignore"}, {"holdout_every": 1}, {"validation_files": "v.txt"}],
+    [
+        {"on_bad_record": "ignore"},
+        {"holdout_every": 1},
+        {"prompt_field": "prompt"},
+        {"prompt_field": "text", "train_files": "a.jsonl"},
+    ],
 )
 def test_bad_data_config_is_refused(changes):
     with pytest.raises(UserError, match=f"data.{next(iter(changes))}"):
@@ -268,7 +274,7 @@ def test_bad_data_config_is_refused(changes):
 
 def test_encoding_keeps_the_order_of_many_documents():
     documents = [Document(str(number), f"text {number}") for number in range(600)]
-    encoded = encode_documents(documents, BYTES)
+    encoded = encode_documents([document.text for document in documents], BYTES)
     assert [BYTES.decode(ids) for ids in encoded] == [document.text for document in documents]
     assert {ids.dtype for ids in encoded} == {np.dtype(np.int32)}
 
@@ -394,7 +400,7 @@ def test_no_token_is_lost_and_aligned_chunks_hold_one_document(seed, align):
 
 def test_blocks_are_ragged():
     tokens = np.arange(20, dtype=np.int32).reshape(4, 5)
-    blocks = Blocks(tokens.copy(), np.array([5, 2, 0, 4]))
+    blocks = Blocks(tokens.copy(), np.array([5, 2, 0, 4]), np.zeros(4, int))
     for index, valid in enumerate([5, 2, 0, 4]):
         assert blocks[index]["tokens"].tolist() == tokens[index].tolist()
         targets = blocks[index]["targets"].tolist()
@@ -404,7 +410,9 @@ def test_blocks_are_ragged():
 
 
 def test_batches_of_ragged_blocks_keep_their_masks():
-    blocks = Blocks(np.arange(24, dtype=np.int32).reshape(6, 4), np.array([4, 1, 3, 0, 2, 4]))
+    blocks = Blocks(
+        np.arange(24, dtype=np.int32).reshape(6, 4), np.array([4, 1, 3, 0, 2, 4]), np.zeros(6, int)
+    )
     (first, _), (second, index) = evaluation_batches(blocks, range(6), 4, 0, 1)
     targets = np.concatenate([first["targets"], second["targets"][index >= 0]])
     np.testing.assert_array_equal((targets != MASKED).sum(1), blocks.num_valid)
@@ -571,7 +579,7 @@ def test_starts_that_no_window_has_are_refused(text_files):
 def numbered(num_blocks: int) -> Blocks:
     """Blocks of two tokens whose first token is the block's index."""
     tokens = np.stack([np.arange(num_blocks), np.full(num_blocks, 7)], axis=1).astype(np.int32)
-    return Blocks(tokens, np.full(len(tokens), tokens.shape[1]))
+    return Blocks(tokens, np.full(len(tokens), tokens.shape[1]), np.zeros(len(tokens), int))
 
 
 def take(iterator, number: int) -> list[np.ndarray]:

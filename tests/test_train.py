@@ -183,8 +183,8 @@ def test_a_run_that_stays_nonfinite_ends_with_its_checkpoint(tmp_path):
     training = dataclasses.replace(
         config.lm.training, batch_size=2, log_every=1, checkpoint_every=2, max_nonfinite_steps=3
     )
-    blocks = Blocks(np.full((8, 32), 255, np.int32), np.full(8, 32))
-    stage = Stage("lm", Fragile(), {}, blocks, None, training, config.lm.optimizer)
+    blocks = Blocks(np.full((8, 32), 255, np.int32), np.full(8, 32), np.zeros(8, int))
+    stage = Stage("lm", Fragile(), {}, None, blocks, None, training, config.lm.optimizer)
     mesh, log = make_mesh(config.mesh), MetricsLog(tmp_path)
     checkpointer = Checkpointer(tmp_path / "lm", 2)
     trainer = Trainer(stage, 0, Bytes.pad_id, 1, mesh, checkpointer, log, {}, Profile(-1, -1, ""))
@@ -208,9 +208,9 @@ def test_a_state_that_stands_still_is_never_saved(tmp_path):
     mesh = make_mesh(config.mesh)
 
     def train_on(token: int, num_steps: int) -> None:
-        blocks = Blocks(np.full((8, 32), token, np.int32), np.full(8, 32))
+        blocks = Blocks(np.full((8, 32), token, np.int32), np.full(8, 32), np.zeros(8, int))
         steps = dataclasses.replace(training, num_steps=num_steps)
-        stage = Stage("lm", Fragile(), {}, blocks, None, steps, config.lm.optimizer)
+        stage = Stage("lm", Fragile(), {}, None, blocks, None, steps, config.lm.optimizer)
         checkpointer = Checkpointer(tmp_path / "lm", 2)
         none = Profile(-1, -1, "")
         log = MetricsLog(tmp_path)
@@ -231,6 +231,8 @@ def test_metrics_between_logs_survive_in_the_state():
 
 
 def test_blocks_fit_the_task():
-    blocks = Blocks(np.arange(64, dtype=np.int32).reshape(2, 32), np.array([32, 8]))
+    blocks = Blocks(
+        np.arange(64, dtype=np.int32).reshape(2, 32), np.array([32, 8]), np.zeros(2, int)
+    )
     assert (blocks[1]["targets"][:8] == np.arange(32, 40)).all()
     assert (blocks[1]["targets"][8:] == MASKED).all()

@@ -37,9 +37,10 @@ def _cases(
     generator: Generator, workdir: Workdir, chunk_size: int
 ) -> list[tuple[list[int], list[int]]]:
     """Prompts with bos, and the four tokens that follow each."""
+    texts = [document.text for document in read_corpus(workdir.config).validation]
     documents = [
         ids
-        for ids in encode_documents(read_corpus(workdir.config).validation, generator.tokenizer)
+        for ids in encode_documents(texts, generator.tokenizer)
         if len(ids) > _LONGEST.value + ORDERS
     ]
     if not documents:

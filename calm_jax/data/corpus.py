@@ -9,6 +9,7 @@ import os
 import pathlib
 import sysconfig
 from collections.abc import Iterator
+from typing import Any
 
 from absl import logging
 
@@ -28,6 +29,7 @@ class DataConfig:
     train_files: str
     validation_files: str
     text_field: str
+    prompt_field: str
     holdout_every: int
     on_bad_record: str
 
@@ -36,21 +38,34 @@ class DataConfig:
             raise UserError(f"data.on_bad_record={self.on_bad_record!r} must be 'raise' or 'skip'")
         if self.holdout_every < 2:
             raise UserError(f"data.holdout_every={self.holdout_every} must be at least 2")
-        if self.validation_files and not self.train_files:
-            raise UserError("data.validation_files needs data.train_files")
+        if self.prompt_field and not (self.train_files or self.validation_files):
+            raise UserError(
+                f"data.prompt_field={self.prompt_field!r} needs data.train_files with such records"
+            )
+        if self.prompt_field and self.prompt_field == self.text_field:
+            raise UserError(
+                f"data.prompt_field={self.prompt_field!r} is data.text_field, too: the completion is another field"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text and the name that decides whether it is held out."""
+    """A text and the name that decides whether it is held out.
+
+    prompt: what the text follows, to be read and not learnt.
+    """
 
     name: str
     text: str
+    prompt: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The two splits. `skipped` counts bad records by what was wrong with them."""
+    """The two splits. `skipped` counts bad records by what was wrong with them.
+
+    train is empty if the config names validation files alone, which is enough for scoring.
+    """
 
     train: list[Document]
     validation: list[Document]
@@ -102,26 +117,31 @@ class _BadRecord(Exception):
         self.reason, self.detail = reason, detail
 
 
-def _parse(line: bytes, text_field: str) -> str:
+def _parse(line: bytes, name: str, config: DataConfig) -> Document:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise _BadRecord("invalid UTF-8", f"byte {error.start} is not valid UTF-8") from error
     except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
         raise _BadRecord("malformed JSON", f"not valid JSON ({error})") from error
-    if not isinstance(record, dict) or text_field not in record:
-        raise _BadRecord("missing field", f"no field {text_field!r}")
-    text = record[text_field]
+    text = _field(record, config.text_field)
+    return Document(name, text, _field(record, config.prompt_field) if config.prompt_field else "")
+
+
+def _field(record: Any, name: str) -> str:
+    if not isinstance(record, dict) or name not in record:
+        raise _BadRecord("missing field", f"no field {name!r}")
+    text = record[name]
     if not isinstance(text, str):
-        raise _BadRecord("not text", f"field {text_field!r} is {type(text).__name__}, not a string")
+        raise _BadRecord("not text", f"field {name!r} is {type(text).__name__}, not a string")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise _BadRecord("lone surrogate", f"field {text_field!r} has a lone surrogate") from error
+        raise _BadRecord("lone surrogate", f"field {name!r} has a lone surrogate") from error
     return text
 
 
-def _read_file(file: str, text_field: str) -> Iterator[Document | tuple[str, _BadRecord]]:
+def _read_file(file: str, config: DataConfig) -> Iterator[Document | tuple[str, _BadRecord]]:
     name = pathlib.Path(file).name
     if file.endswith(".txt"):
         try:
@@ -136,7 +156,7 @@ def _read_file(file: str, text_field: str) -> Iterator[Document | tuple[str, _Ba
             if not line.strip():
                 continue
             try:
-                yield Document(f"{name}:{number}", _parse(line, text_field))
+                yield _parse(line, f"{name}:{number}", config)
             except _BadRecord as bad:
                 yield f"{file}, line {number}", bad
 
@@ -144,8 +164,12 @@ def _read_file(file: str, text_field: str) -> Iterator[Document | tuple[str, _Ba
 def _read(globs: str, key: str, config: DataConfig, skipped: collections.Counter) -> list[Document]:
     documents = []
     for file in _files(globs, key):
+        if config.prompt_field and file.endswith(".txt"):
+            raise UserError(
+                f"{key}: {file} has no field {config.prompt_field!r} (data.prompt_field): give .jsonl or .json"
+            )
         try:
-            for item in _read_file(file, config.text_field):
+            for item in _read_file(file, config):
                 if isinstance(item, Document):
                     if item.text:
                         documents.append(item)
@@ -190,12 +214,16 @@ def load_corpus(config: DataConfig) -> Corpus:
     skipped: collections.Counter = collections.Counter()
     if config.train_files:
         documents = _read(config.train_files, "data.train_files", config, skipped)
+    elif config.validation_files:
+        documents = []
     else:
         documents = standard_library_documents()
     if config.validation_files:
-        overlap = _real_paths(config.train_files, "data.train_files") & _real_paths(
-            config.validation_files, "data.validation_files"
-        )
+        overlap = _real_paths(config.validation_files, "data.validation_files")
+        if config.train_files:
+            overlap &= _real_paths(config.train_files, "data.train_files")
+        else:
+            overlap = set()
         if overlap:
             logging.warning(
                 "data.validation_files: %s is among data.train_files too: scores on it say nothing about new text",

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 import grain
 import numpy as np
 
-from calm_jax.data.corpus import Document
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 
@@ -34,29 +33,36 @@ class BlockConfig:
 class Blocks:
     """Packed token blocks: a random-access source of {"tokens", "targets"}, int32 [T] each.
 
-    tokens: [blocks, T]. num_valid: [blocks], how many of a block's tokens are text; the rest are
-    filler, whose targets are MASKED.
+    tokens: [blocks, T]. num_valid: [blocks], how many of a block's tokens are text; the rest are filler.
+    num_given: [blocks], how many of its first ones are a prompt. The targets of filler and prompts are MASKED.
     """
 
     tokens: np.ndarray
     num_valid: np.ndarray
+    num_given: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        tokens, valid = self.tokens[index], self.num_valid[index]
-        targets = tokens if valid == tokens.size else tokens.copy()
-        targets[valid:] = MASKED
-        return {"tokens": tokens, "targets": targets}
+        return {"tokens": self.tokens[index], "targets": self.targets(np.asarray([index]))[0]}
+
+    def targets(self, index_N: np.ndarray) -> np.ndarray:
+        """The targets of some blocks, [N, T]."""
+        place_T = np.arange(self.tokens.shape[1])
+        given_NT = place_T < self.num_given[index_N, None]
+        valid_NT = place_T < self.num_valid[index_N, None]
+        return np.where(valid_NT & ~given_NT, self.tokens[index_N], np.int32(MASKED))
 
 
-def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Token ids of each document, int32, without bos or eos."""
+def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Token ids of each text, int32, without bos or eos."""
     encoded = []
-    for start in range(0, len(documents), _ENCODE_BATCH):
-        texts = [document.text for document in documents[start : start + _ENCODE_BATCH]]
-        encoded += [np.asarray(ids, np.int32) for ids in tokenizer.encode_batch(texts)]
+    for start in range(0, len(texts), _ENCODE_BATCH):
+        encoded += [
+            np.asarray(ids, np.int32)
+            for ids in tokenizer.encode_batch(texts[start : start + _ENCODE_BATCH])
+        ]
     return encoded
 
 
@@ -100,12 +106,48 @@ def pack(
     )
 
 
+def pack_records(
+    names: Sequence[str],
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[np.ndarray],
+    tokenizer: Tokenizer,
+    config: BlockConfig,
+    chunk_size: int,
+) -> tuple[Blocks, list[str]]:
+    """A record (prompt and completion) a block, as generation sees them: `(blocks, the names of what is too long)`.
+
+    The prompt follows bos, with pads before it so that the completion begins on a chunk boundary; eos and pads up
+    to a whole chunk follow the completion. Completion, eos and these pads are the targets.
+    """
+    rows, given, too_long = [], [], []
+    for name, prompt, completion in zip(names, prompts, completions, strict=True):
+        front = -(1 + len(prompt)) % chunk_size
+        back = -(len(completion) + 1) % chunk_size
+        row = np.concatenate(
+            [
+                np.full(front, tokenizer.pad_id, np.int32),
+                np.asarray([tokenizer.bos_id], np.int32),
+                prompt,
+                completion,
+                np.asarray([tokenizer.eos_id], np.int32),
+                np.full(back, tokenizer.pad_id, np.int32),
+            ]
+        )
+        if len(row) > config.block_tokens:
+            too_long.append(name)
+            continue
+        rows.append(row)
+        given.append(front + 1 + len(prompt))
+    blocks = _filled(rows, config.block_tokens, tokenizer.pad_id)
+    return dataclasses.replace(blocks, num_given=np.asarray(given, int)), too_long
+
+
 def _filled(rows: Sequence[np.ndarray], block: int, pad_id: int) -> Blocks:
     """Rows of at most `block` tokens as blocks."""
     tokens = np.full((len(rows), block), pad_id, np.int32)
     for filled, row in zip(tokens, rows, strict=True):
         filled[: len(row)] = row
-    return Blocks(tokens, np.asarray([len(row) for row in rows]))
+    return Blocks(tokens, np.asarray([len(row) for row in rows]), np.zeros(len(rows), int))
 
 
 def document_windows(

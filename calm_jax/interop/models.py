@@ -10,6 +10,7 @@ from calm_jax import brier
 from calm_jax.heads import LATENT_HEADS
 from calm_jax.heads.softmax import SoftmaxHead
 from calm_jax.interop import names, published
+from calm_jax.interop.weights import Weights
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.calm import CALM
@@ -19,7 +20,7 @@ from calm_jax.tasks import ArTask, AutoencoderTask, CalmTask, LmTask
 
 def _read(rows: list[names.Row], folder: pathlib.Path, task: AutoencoderTask | LmTask) -> dict:
     like = jax.eval_shape(task.init, jax.random.key(0))
-    return names.read_parameters(rows, published.read_tensors(folder), like)
+    return names.read_parameters(rows, Weights(folder), like)
 
 
 class PublishedAutoencoder:
@@ -47,7 +48,7 @@ class PublishedLm:
         vocab_size, pad_id = config["vocab_size"], config["pad_token_id"]
         if config.architecture == published.AUTOREGRESSIVE:
             self.frozen = {}
-            self.rows = names.autoregressive_rows(body)
+            self.rows = names.autoregressive_rows(body, config.is_tied)
             head = SoftmaxHead(vocab_size, body.hidden_size, jnp.float32)
             model = AutoregressiveLM(body, head, vocab_size, jnp.float32)
             self.task = ArTask(model, pad_id, brier.Protocol(num_samples=2))
@@ -60,12 +61,7 @@ class PublishedLm:
             head = make_head(head_config, *sizes, jnp.float32)
             model = CALM(body, head, vocab_size, pad_id, jnp.float32)
             self.task = CalmTask(model, autoencoder.model, protocol)
-            head_rows = (
-                names.energy_head_rows
-                if config.architecture == published.ENERGY
-                else names.adaln_head_rows
-            )
-            self.rows = [*names.backbone_rows(body), *head_rows(head_config.num_blocks)]
+            self.rows = names.calm_rows(body, head_config)
         self.params = _read(self.rows, folder, self.task)
 
     def bind(self) -> ChunkModel:

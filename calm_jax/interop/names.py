@@ -12,6 +12,8 @@ import flax.traverse_util
 import numpy as np
 
 from calm_jax.errors import UserError
+from calm_jax.heads import HeadConfig
+from calm_jax.interop.weights import TensorInfo, Weights
 from calm_jax.models.autoencoder import AutoencoderConfig
 from calm_jax.models.transformer import TransformerConfig
 
@@ -140,12 +142,16 @@ def backbone_rows(config: TransformerConfig) -> list[Row]:
     ]
 
 
-def autoregressive_rows(config: TransformerConfig) -> list[Row]:
-    """The table of the autoregressive baseline, which is Hugging Face's Llama."""
+def autoregressive_rows(config: TransformerConfig, tied: bool) -> list[Row]:
+    """The table of the autoregressive baseline, which is Hugging Face's Llama.
+
+    tied: whether one published tensor is both embedding and output; here they are always two.
+    """
+    embedding = "model.embed_tokens.weight"
     return [
-        Row("embed/embedding", "model.embed_tokens.weight"),
+        Row("embed/embedding", embedding),
         *_transformer_rows(config, "model"),
-        Row("head/kernel", "lm_head.weight", LINEAR),
+        Row("head/kernel", embedding if tied else "lm_head.weight", LINEAR),
     ]
 
 
@@ -195,38 +201,120 @@ def adaln_head_rows(num_blocks: int) -> list[Row]:
     ]
 
 
-def read_parameters(rows: list[Row], tensors: Mapping[str, np.ndarray], like: Mapping) -> dict:
-    """Published tensors -> a nested dict of parameters, of the shapes of `like`.
+def calm_rows(config: TransformerConfig, head: HeadConfig) -> list[Row]:
+    """The table of a language model over latents."""
+    head_rows = energy_head_rows if head.name == "energy" else adaln_head_rows
+    return [*backbone_rows(config), *head_rows(head.num_blocks)]
 
-    Raises `UserError` that names the tensor which is missing or has another shape.
+
+def prefixed(rows: list[Row], prefix: str) -> list[Row]:
+    """The table of a model that is part of a larger published one."""
+    return [dataclasses.replace(row, published=prefix + row.published) for row in rows]
+
+
+# Published code that has two names for one tensor saves it under both, or under either. Tables have the first.
+_TWINS = (
+    ("mlp_generator.", "generative_head."),
+    ("encoder.embed_tokens.weight", "decoder.lm_head_weight"),
+)
+
+
+def twin(name: str) -> str | None:
+    """The other name of a published tensor that has two."""
+    for pair in _TWINS:
+        for one, other in (pair, pair[::-1]):
+            if one in name:
+                return name.replace(one, other)
+    return None
+
+
+def with_twins(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Published tensors, under both names where the published code saves them under two."""
+    second = {
+        name.replace(one, other): tensor
+        for name, tensor in tensors.items()
+        for one, other in _TWINS
+        if one in name
+    }
+    return {**tensors, **second}
+
+
+def find(rows: list[Row], tensors: Mapping[str, TensorInfo], like: Mapping) -> list[Row]:
+    """The table with the names under which the tensors are there.
+
+    like: a tree of the parameters' shapes. Raises `UserError` that names the tensor which is missing or has
+    another shape, and a parameter that the table does not fill.
     """
     shapes = flax.traverse_util.flatten_dict(like, sep="/")
-    flat = {}
+    # A config that is not this file's may ask for billions of layers.
     for row in rows:
-        missing = [name for name in row.published_names() if name not in tensors]
-        if missing:
-            raise UserError(f"the checkpoint has no tensor {missing[0]}")
-        shape = shapes[row.parameter].shape
-        expected = shape[1:] if row.num_layers else shape
-        layers = []
+        if row.num_layers > len(tensors):
+            raise UserError(
+                f"config.json asks for {row.num_layers} layers of {row.published}; the checkpoint has {len(tensors)} tensors"
+            )
+    found = [_found(row, tensors) for row in rows]
+    for row in found:
+        shape = shapes.pop(row.parameter).shape
+        expected = _published_shape(row, shape)
         for name in row.published_names():
-            published_shape = row.transform.write(np.empty(expected)).shape
-            if tensors[name].shape != published_shape:
+            if name not in tensors:
+                raise UserError(f"the checkpoint has no tensor {name}")
+            if tensors[name].shape != expected:
                 raise UserError(
-                    f"the checkpoint's {name} has shape {tensors[name].shape}; its config.json asks for {published_shape}"
+                    f"the checkpoint's {name} has shape {tensors[name].shape}; its config.json asks for {expected}"
                 )
-            layers.append(row.transform.read(tensors[name]))
-        flat[row.parameter] = np.stack(layers) if row.num_layers else layers[0]
+    if shapes:
+        raise UserError(f"no published tensor fills the parameter {min(shapes)}")
+    return found
+
+
+def _found(row: Row, tensors: Mapping[str, TensorInfo]) -> Row:
+    other = twin(row.published)
+    if other is None or row.published_names()[0] in tensors:
+        return row
+    renamed = dataclasses.replace(row, published=other)
+    return renamed if renamed.published_names()[0] in tensors else row
+
+
+def _published_shape(row: Row, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of each published tensor of a parameter of this shape."""
+    one = shape[1:] if row.num_layers else shape
+    # A view of a single zero takes no memory.
+    return row.transform.write(np.broadcast_to(np.float32(0), one)).shape
+
+
+def read_parameter(row: Row, weights: Weights) -> np.ndarray:
+    """One parameter, float32: its published tensors one after the other, put where they belong."""
+    if not row.num_layers:
+        return np.ascontiguousarray(row.transform.read(weights.read(row.published)))
+    value = None
+    for layer, name in enumerate(row.published_names()):
+        one = row.transform.read(weights.read(name))
+        if value is None:
+            value = np.empty((row.num_layers, *one.shape), np.float32)
+        value[layer] = one
+    return value
+
+
+def read_parameters(rows: list[Row], weights: Weights, like: Mapping) -> dict:
+    """A nested dict of float32 parameters, of the shapes of `like`. Raises `UserError` as `find` does."""
+    found = find(rows, weights.tensors, like)
+    flat = {row.parameter: read_parameter(row, weights) for row in found}
     return flax.traverse_util.unflatten_dict(flat, sep="/")
 
 
+def write_parameter(row: Row, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """A parameter's (or gradient's) published tensors by name, as views."""
+    layers = value if row.num_layers else [value]
+    for name, layer in zip(row.published_names(), layers, strict=True):
+        yield name, row.transform.write(layer)
+
+
 def write_parameters(rows: list[Row], params: Mapping) -> dict[str, np.ndarray]:
-    """A nested dict of parameters (or of their gradients) -> published tensors by name."""
+    """A nested dict of parameters (or of their gradients) -> published tensors by name, as views."""
     flat = flax.traverse_util.flatten_dict(params, sep="/")
-    tensors = {}
-    for row in rows:
-        value = np.asarray(flat[row.parameter])
-        layers = value if row.num_layers else [value]
-        for name, layer in zip(row.published_names(), layers, strict=True):
-            tensors[name] = row.transform.write(layer)
-    return tensors
+    return {
+        name: tensor
+        for row in rows
+        for name, tensor in write_parameter(row, np.asarray(flat[row.parameter]))
+    }

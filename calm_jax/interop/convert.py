@@ -1,0 +1,181 @@
+"""Makes a workdir of a published PyTorch checkpoint, without PyTorch.
+
+    python -m calm_jax.interop.convert --source=SRC --workdir=DIR [--autoencoder=SRC] [--tokenizer=FILE] [--dry_run]
+        [--config.KEY=VALUE ...]
+
+SRC is a folder with config.json and weights, or the name of a repository of the Hugging Face hub. The workdir
+is one that evaluation, generation and further training take; its recipe is the published one with the
+checkpoint's model, and the keys that are given. It appears under its name only when it is whole.
+"""
+
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import flax.traverse_util
+import jax
+import numpy as np
+import rich.progress
+from absl import app, flags
+from jax.sharding import Mesh, NamedSharding
+from ml_collections import config_flags
+
+from calm_jax import metrics
+from calm_jax.checkpoint import Checkpointer
+from calm_jax.command import command, parse_config_flags
+from calm_jax.config import as_dict
+from calm_jax.errors import UserError
+from calm_jax.interop import names
+from calm_jax.interop.folders import beside, refuse_existing
+from calm_jax.interop.plan import Part, Plan, check_twins, make_plan
+from calm_jax.interop.source import find_tokenizer, folder_of
+from calm_jax.mesh import make_mesh, spec_of
+from calm_jax.workdir import Workdir
+from configs import ar_m, common
+
+_SOURCE = flags.DEFINE_string("source", "", "folder of a published checkpoint, or owner/name")
+_WORKDIR = flags.DEFINE_string("workdir", "", "folder to make")
+_AUTOENCODER = flags.DEFINE_string(
+    "autoencoder", "", "the autoencoder of a language model that has none inside, as --source"
+)
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer", "", "tokenizer file, or bytes; unless given, the one in the source's folder"
+)
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "print what would become what, and write nothing")
+_CONFIG = config_flags.DEFINE_config_dict(
+    "config", common.get_config(), "keys of the recipe that the workdir gets"
+)
+
+
+def _place(row: names.Row, value: np.ndarray, mesh: Mesh) -> jax.Array:
+    """A parameter on the mesh, each device holding its part."""
+    sharding = NamedSharding(mesh, spec_of(row.parameter, value.shape, mesh))
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+class _Bar:
+    """How many bytes of parameters have been read; on a terminal alone."""
+
+    def __init__(self, total: int):
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.DownloadColumn(binary_units=True),
+            rich.progress.TransferSpeedColumn(),
+            rich.progress.TimeRemainingColumn(),
+            console=metrics.console(),
+            disable=not metrics.console().is_terminal,
+        )
+        self._task = self._bar.add_task("converting", total=total)
+
+    def __enter__(self):
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_):
+        self._bar.stop()
+
+    def add(self, num_bytes: int) -> None:
+        self._bar.update(self._task, advance=num_bytes)
+
+
+def _parameters(part: Part, mesh: Mesh, bar: _Bar) -> Mapping[str, Any]:
+    """A part's parameters, one after the other: beside those that are done, one at a time is in memory."""
+    flat = {}
+    for row in part.rows:
+        value = names.read_parameter(row, part.weights)
+        flat[row.parameter] = _place(row, value, mesh)
+        bar.add(value.nbytes)
+        del value
+    return flax.traverse_util.unflatten_dict(flat, sep="/")
+
+
+def convert(plan: Plan, path: pathlib.Path) -> None:
+    """Writes the workdir of a plan. Raises `UserError` for weights that are damaged, and leaves nothing then."""
+    mesh = make_mesh(plan.config.mesh)
+    about = {"config": as_dict(plan.config), "tokenizer": plan.tokenizer.fingerprint}
+    total = sum(4 * int(np.prod(part.shape(row))) for part in plan.parts for row in part.rows)
+    with beside(path) as unfinished, jax.set_mesh(mesh), _Bar(total) as bar:
+        workdir = Workdir(unfinished)
+        check_twins(plan)
+        for part in plan.parts:
+            checkpointer = Checkpointer(workdir.checkpoints(part.stage), keep=1)
+            try:
+                checkpointer.save_params(0, _parameters(part, mesh, bar), about)
+                checkpointer.wait()
+            finally:
+                checkpointer.close()
+        workdir.create(plan.config, plan.tokenizer, corpus=None)
+
+
+def print_plan(plan: Plan) -> None:
+    """The table of what becomes what."""
+    rows, total = [("parameter", "published tensor", "shape", "from", "MiB")], 0
+    for part in plan.parts:
+        for row in part.rows:
+            shape = part.shape(row)
+            size = 4 * int(np.prod(shape))
+            total += size
+            dtypes = {str(part.weights.tensors[name].dtype) for name in row.published_names()}
+            rows.append(
+                (
+                    f"{part.stage}/{row.parameter}",
+                    row.published,
+                    " x ".join(map(str, shape)),
+                    ", ".join(sorted(dtypes)),
+                    f"{size / 2**20:,.2f}",
+                )
+            )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        # Not a table that is drawn to a terminal's width: no name may be cut.
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+    print(f"{total // 4:,} parameters, {total / 2**20:,.1f} MiB as float32")
+
+
+def _print_notes(plan: Plan) -> None:
+    for note in plan.notes:
+        print(f"note: {note}")
+    if plan.twins:
+        print(f"{len(plan.twins)} tensors are there twice")
+    for name in plan.left_over:
+        print(f"left over, not used: {name}")
+
+
+@command
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}")
+    if not _SOURCE.value:
+        raise UserError("give a published checkpoint: --source=FOLDER or --source=owner/name")
+    if not _WORKDIR.value and not _DRY_RUN.value:
+        raise UserError("give the folder to make: --workdir=DIR")
+    path, began = pathlib.Path(_WORKDIR.value), time.monotonic()
+    if _WORKDIR.value:
+        refuse_existing(path)
+    folder = folder_of(_SOURCE.value, "--source")
+    autoencoder = folder_of(_AUTOENCODER.value, "--autoencoder") if _AUTOENCODER.value else None
+    tokenizer, tokenizer_config = find_tokenizer(_TOKENIZER.value, folder)
+    plan = make_plan(
+        folder,
+        autoencoder,
+        tokenizer,
+        tokenizer_config,
+        {True: common.get_config(), False: ar_m.get_config()},
+        config_flags.get_override_values(flags.FLAGS["config"]),
+    )
+    if _DRY_RUN.value:
+        print_plan(plan)
+        _print_notes(plan)
+        return
+    convert(plan, path)
+    _print_notes(plan)
+    num_parameters = sum(int(np.prod(part.shape(row))) for part in plan.parts for row in part.rows)
+    print(f"{path} is ready: {num_parameters:,} parameters in {time.monotonic() - began:.1f} s")
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_config_flags(common.get_config()))

@@ -1,0 +1,37 @@
+"""Folders that appear only when they are whole."""
+
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from calm_jax.errors import UserError
+
+
+def refuse_existing(path: pathlib.Path) -> None:
+    """Raises `UserError` if a folder to be made is there already with something in it."""
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"{path} is there already: give another folder, or delete it")
+    except OSError as error:
+        raise UserError(f"{path} cannot be looked into: {error.strerror}") from error
+
+
+@contextmanager
+def beside(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder to fill that becomes `path` when all went well, and else vanishes.
+
+    Raises `UserError` if `path` is there already with something in it.
+    """
+    refuse_existing(path)
+    path = path.absolute()
+    unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        unfinished.rename(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
