@@ -57,39 +57,23 @@ class Checkpointer:
         self, step: int, params: Any, training: Any, data: grain.DatasetIterator, about: dict
     ) -> None:
         """Starts a save of step `step`. Raises `UserError` if it, or the one before, cannot be written."""
-        self._save(
-            step,
-            {
-                _PARAMS: ocp.args.StandardSave(params),
-                _TRAINING: ocp.args.StandardSave(training),
-                _DATA: grain.checkpoint.CheckpointSave(data),
-                _ABOUT: ocp.args.JsonSave(about),
-            },
-        )
-
-    def save_params(self, step: int, params: Any, about: dict) -> None:
-        """Starts a save of parameters that no training of ours led to."""
-        self._save(step, {_PARAMS: ocp.args.StandardSave(params), _ABOUT: ocp.args.JsonSave(about)})
-
-    def _save(self, step: int, items: dict) -> None:
+        items = {
+            _PARAMS: ocp.args.StandardSave(params),
+            _TRAINING: ocp.args.StandardSave(training),
+            _DATA: grain.checkpoint.CheckpointSave(data),
+            _ABOUT: ocp.args.JsonSave(about),
+        }
         try:
             self._manager.save(step, args=ocp.args.Composite(**items))
         except (OSError, ValueError, RuntimeError) as error:
-            raise self._cannot_write(error) from error
+            raise _cannot_write(self.folder, error) from error
 
     def wait(self) -> None:
         """Returns when every started save is whole on disk; raises `UserError` if one failed."""
         try:
             self._manager.wait_until_finished()
         except (OSError, ValueError, RuntimeError) as error:
-            raise self._cannot_write(error) from error
-
-    def _cannot_write(self, error: Exception) -> UserError:
-        whole = latest_step(self.folder)
-        kept = "there is none yet" if whole is None else f"the last good one is of step {whole}"
-        return UserError(
-            f"{self.folder}: a checkpoint could not be written ({_first_line(error)}); {kept}"
-        )
+            raise _cannot_write(self.folder, error) from error
 
     def restore(
         self, params: Any, training: Any, data: grain.DatasetIterator, mesh: Mesh
@@ -121,6 +105,12 @@ class Checkpointer:
         self._manager.close()
 
 
+def _cannot_write(folder: pathlib.Path, error: Exception) -> UserError:
+    whole = latest_step(folder)
+    kept = "there is none yet" if whole is None else f"the last good one is of step {whole}"
+    return UserError(f"{folder}: a checkpoint could not be written ({_first_line(error)}); {kept}")
+
+
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
@@ -136,6 +126,26 @@ def latest_step(folder: pathlib.Path) -> int | None:
     """The step of the latest whole checkpoint in `folder`; None if there is none."""
     steps = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
     return max(steps, default=None)
+
+
+def save_params(folder: pathlib.Path, params: Any, about: dict) -> None:
+    """Writes parameters that no training of ours led to, as step 0. Raises `UserError` if they cannot be written.
+
+    What is being written takes its size in work space once more: here never more than the largest array.
+    """
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    handlers = {
+        # A limit has to be above the largest.
+        _PARAMS: ocp.StandardCheckpointHandler(save_concurrent_gb=(largest + 2**20) / 1e9),
+        _ABOUT: ocp.JsonCheckpointHandler(),
+    }
+    items = {_PARAMS: ocp.args.StandardSave(params), _ABOUT: ocp.args.JsonSave(about)}
+    try:
+        with ocp.CheckpointManager(folder.resolve(), item_handlers=handlers) as manager:
+            manager.save(0, args=ocp.args.Composite(**items))
+            manager.wait_until_finished()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _cannot_write(folder, error) from error
 
 
 def load_params(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:

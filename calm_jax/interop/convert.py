@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import config_flags
 
 from calm_jax import metrics
-from calm_jax.checkpoint import Checkpointer
+from calm_jax.checkpoint import save_params
 from calm_jax.command import command, parse_config_flags
 from calm_jax.config import as_dict
 from calm_jax.errors import UserError
@@ -100,12 +100,7 @@ def convert(plan: Plan, path: pathlib.Path) -> None:
         workdir = Workdir(unfinished)
         check_twins(plan)
         for part in plan.parts:
-            checkpointer = Checkpointer(workdir.checkpoints(part.stage), keep=1)
-            try:
-                checkpointer.save_params(0, _parameters(part, mesh, bar), about)
-                checkpointer.wait()
-            finally:
-                checkpointer.close()
+            save_params(workdir.checkpoints(part.stage), _parameters(part, mesh, bar), about)
         workdir.create(plan.config, plan.tokenizer, corpus=None)
 
 
