@@ -14,6 +14,8 @@ from calm_jax.mesh import shardings
 
 # Items of a checkpoint: parameters by themselves, so that they load without the optimizer.
 _PARAMS, _TRAINING, _DATA, _ABOUT = "params", "training", "data", "about"
+# Of parameters that are written to save memory.
+_CHUNK_BYTES, _FILE_BYTES = 2**25, 2**27
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,15 +133,22 @@ def latest_step(folder: pathlib.Path) -> int | None:
 def save_params(folder: pathlib.Path, params: Any, about: dict) -> None:
     """Writes parameters that no training of ours led to, as step 0. Raises `UserError` if they cannot be written.
 
-    What is being written takes its size in work space once more: here never more than the largest array.
+    The work space stays far below the parameters: one array is written at a time, in chunks, to files of moderate
+    size, as what goes to one file is collected in memory.
     """
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
     handlers = {
         # A limit has to be above the largest.
-        _PARAMS: ocp.StandardCheckpointHandler(save_concurrent_gb=(largest + 2**20) / 1e9),
+        _PARAMS: ocp.PyTreeCheckpointHandler(save_concurrent_gb=(largest + 2**20) / 1e9),
         _ABOUT: ocp.JsonCheckpointHandler(),
     }
-    items = {_PARAMS: ocp.args.StandardSave(params), _ABOUT: ocp.args.JsonSave(about)}
+    in_chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), params)
+    items = {
+        _PARAMS: ocp.args.PyTreeSave(
+            params, save_args=in_chunks, ocdbt_target_data_file_size=_FILE_BYTES
+        ),
+        _ABOUT: ocp.args.JsonSave(about),
+    }
     try:
         with ocp.CheckpointManager(folder.resolve(), item_handlers=handlers) as manager:
             manager.save(0, args=ocp.args.Composite(**items))

@@ -1,5 +1,6 @@
 """Parity with the published code's recorded numbers, and that the command which checks it can fail."""
 
+import json
 import re
 import shutil
 
@@ -65,6 +66,22 @@ def assert_one_line_error(capsys, *parts):
 
 
 # --- The golden set
+
+
+@pytest.mark.parametrize("kept", ["pytorch_model.bin", "shards"])
+def test_cases_are_read_from_other_formats_than_one_safetensors_file(kept, copied):
+    folder = copied("ae_k4") / "ae_k4"
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    if kept == "shards":
+        (folder / "pytorch_model.bin").unlink()
+        where = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(tensors)}
+        for file in set(where.values()):
+            part = {name: tensors[name] for name in tensors if where[name] == file}
+            safetensors.numpy.save_file(part, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    rows, unknown = verify.verify(folder.parent)
+    assert rows and all(row.passed for row in rows) and not unknown
 
 
 @pytest.mark.slow
