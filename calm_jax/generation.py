@@ -15,14 +15,9 @@ from jax import Array
 
 from calm_jax.errors import UserError
 from calm_jax.models.transformer import KVCache
-from calm_jax.samplers import (
-    MOST_COMPARED,
-    Prefix,
-    Sampled,
-    SamplerConfig,
-    complete_chunk,
-    sample_chunk,
-)
+from calm_jax.pool_samplers import Prefix, complete_chunk
+from calm_jax.sampler_search import Sampled
+from calm_jax.samplers import MOST_COMPARED, SamplerConfig, sample_chunk
 from calm_jax.sampling import ChunkModel
 
 

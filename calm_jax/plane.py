@@ -20,7 +20,8 @@ from calm_jax import brier
 from calm_jax.data.pipeline import Blocks
 from calm_jax.evaluate import EvalConfig, part_of
 from calm_jax.generation import Bind
-from calm_jax.samplers import Sampled, SamplerConfig, sample_chunk
+from calm_jax.sampler_search import Sampled
+from calm_jax.samplers import SamplerConfig, sample_chunk
 from calm_jax.sampling import ChunkModel
 from calm_jax.streams import stream
 from calm_jax.tasks import LmTask, Params

@@ -16,7 +16,8 @@ from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 from calm_jax.generation import SampleConfig, State, complete, go_on, start
 from calm_jax.mesh import make_mesh
-from calm_jax.samplers import Prefix, Sampled
+from calm_jax.pool_samplers import Prefix
+from calm_jax.sampler_search import Sampled
 from calm_jax.streams import stream
 from calm_jax.tasks import LmTask, Params
 from calm_jax.workdir import Workdir, make_autoencoder_task, make_lm_task

@@ -12,7 +12,7 @@ from calm_jax import generation
 from calm_jax.errors import UserError
 from calm_jax.generation import SampleConfig, State
 from calm_jax.models.transformer import KVCache
-from calm_jax.samplers import Sampled
+from calm_jax.sampler_search import Sampled
 from calm_jax.sampling import ChunkModel
 from tests.tiny_model import tiny
 

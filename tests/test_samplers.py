@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from calm_jax import samplers, temperature
+from calm_jax import exact_samplers, sampler_search, temperature
 from calm_jax.errors import UserError
-from calm_jax.samplers import SAMPLERS, Prefix, SamplerConfig, complete_chunk, sample_chunk
+from calm_jax.pool_samplers import Prefix, complete_chunk
+from calm_jax.samplers import SAMPLERS, SamplerConfig, sample_chunk
 from calm_jax.sampling import ChunkModel
 
 PROBS = (0.5, 0.3, 0.2)
@@ -122,9 +123,9 @@ def choice_law(counts, n, leave_out):
 @pytest.mark.parametrize("sampler", ["pooled", "rejection"])
 def test_exact_samplers_draw_the_power(sampler, temperature_, monkeypatch):
     """With a budget that never ends; from pools small enough to refuse, and for two laws side by side."""
-    monkeypatch.setattr(samplers, "_FIRST_POOL", 4)
-    monkeypatch.setattr(samplers, "_LARGEST_POOL", 8)
-    monkeypatch.setattr(samplers, "_BLOCK", 4)
+    monkeypatch.setattr(exact_samplers, "FIRST_POOL", 4)
+    monkeypatch.setattr(exact_samplers, "_LARGEST_POOL", 8)
+    monkeypatch.setattr(exact_samplers, "_BLOCK", 4)
     laws, rows = (PROBS, (0.1, 0.45, 0.25, 0.2)), 8000
     law_B = np.arange(rows) % 2
     config = config_of(temperature_, sampler, max_draws=4000, num_candidates=1)
@@ -168,7 +169,7 @@ def test_a_last_pool_that_refuses_is_chosen_from_by_weight():
 )
 def test_rejection_takes_as_many_draws_as_its_theory_says(temperature_, expected, monkeypatch):
     """paper.md, draw by draw; made in blocks, the rest of the last one comes on top."""
-    monkeypatch.setattr(samplers, "_BLOCK", 1)
+    monkeypatch.setattr(exact_samplers, "_BLOCK", 1)
     config = config_of(temperature_, "rejection", max_draws=2000, num_candidates=1)
     _, sampled = run(known_model(PROBS), config, 4000)
     assert sampled.exact.all()
@@ -183,10 +184,10 @@ def test_the_fraction_step_accepts_with_the_probability_s_power(prob, a):
     """.5, .50119, .53589 (paper.md), with draws made in blocks."""
     rows, model = 8000, known_model((prob, 1 - prob))
     h_B1, key_B = jnp.zeros((rows, 1)), jax.random.split(jax.random.key(2), rows)
-    found = samplers._nothing(model, h_B1, key_B, np.ones(rows, bool))
+    found = sampler_search.nothing(model, h_B1, key_B, np.ones(rows, bool))
     found = found._replace(exact=jnp.ones(rows, bool))
     accepted = jax.jit(
-        lambda found: samplers._accept_fraction(model, h_B1, key_B, found, a, 8, 10**6)
+        lambda found: exact_samplers.accept_fraction(model, h_B1, key_B, found, a, 8, 10**6)
     )(found)
     test = scipy.stats.binomtest(int(accepted.exact.sum()), rows, prob**a)
     assert test.pvalue > FALSE_ALARM
@@ -361,12 +362,12 @@ def test_a_model_that_knows_its_probabilities_needs_no_sampler():
 
 def test_pools_grow_and_use_up_the_budget():
     """From 16 to 1024; the last pool takes up what is left, but the first one never grows by it."""
-    assert samplers.pool_sizes(16 + 64 + 256) == (16, 64, 256)
-    assert samplers.pool_sizes(16 + 64 + 255) == (16, 64 + 255)
-    assert samplers.pool_sizes(9) == (9,)
-    assert samplers.pool_sizes(10_000) == (16, 64, 256, 1024)
+    assert exact_samplers.pool_sizes(16 + 64 + 256) == (16, 64, 256)
+    assert exact_samplers.pool_sizes(16 + 64 + 255) == (16, 64 + 255)
+    assert exact_samplers.pool_sizes(9) == (9,)
+    assert exact_samplers.pool_sizes(10_000) == (16, 64, 256, 1024)
     for max_draws in range(1, 4000):
-        sizes = samplers.pool_sizes(max_draws)
+        sizes = exact_samplers.pool_sizes(max_draws)
         assert sizes[0] == 16 or (len(sizes) == 1 and max_draws < 32)
         assert all(later >= 4 * before for before, later in itertools.pairwise(sizes[1:]))
         assert min(sizes) >= min(16, max_draws)

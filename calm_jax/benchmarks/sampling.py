@@ -31,7 +31,8 @@ from calm_jax.config import resolve
 from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
 from calm_jax.packed import Text, read_corpus
-from calm_jax.samplers import Sampled, SamplerConfig, sample_chunk
+from calm_jax.sampler_search import Sampled
+from calm_jax.samplers import SamplerConfig, sample_chunk
 from calm_jax.sampling import ChunkModel
 from calm_jax.tasks import CalmTask
 from calm_jax.text import Generator

@@ -19,7 +19,8 @@ from calm_jax.interop.models import PublishedAutoencoder, PublishedLm
 from calm_jax.interop.recorded import Arrays, Comparisons, gradients
 from calm_jax.losses import cross_entropy, energy_score
 from calm_jax.models.autoencoder import Noise
-from calm_jax.samplers import Sampled, sample_token
+from calm_jax.sampler_search import Sampled
+from calm_jax.samplers import sample_token
 from calm_jax.sampling import ChunkModel
 
 

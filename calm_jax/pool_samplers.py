@@ -1,0 +1,131 @@
+"""Samplers that choose by weight from one pool: `one_pool`, `growing`, and `complete_chunk` for a chunk that is begun."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from calm_jax import temperature as law
+from calm_jax.sampler_search import FIRST_POOL, Sampled, finished, from_pool, keys, nothing, take
+from calm_jax.sampling import ChunkModel, for_active
+
+if TYPE_CHECKING:
+    from calm_jax.samplers import SamplerConfig
+
+# A growing pool is large enough when it holds this many groups of n equal draws.
+_ENOUGH_COLLISIONS = 16
+
+
+def one_pool(leave_out: bool) -> Callable[..., Sampled]:
+    """One pool of `num_candidates`, from which weights choose.
+
+    leave_out: any T, `p^s` with a bias of O(1/N^2) (ours); else the paper's Algorithm 2, weights C(c, n), T = 1/n,
+    bias of O(1/N).
+    """
+
+    def sample(
+        model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array, config: "SamplerConfig"
+    ) -> Sampled:
+        found = nothing(model, h_BD, key_B, active_B)
+        found = from_pool(model, h_BD, key_B, found, config.num_candidates, config, leave_out)
+        return finished(model, found, active_B)
+
+    return sample
+
+
+class Prefix(NamedTuple):
+    """How the next chunk of each row has to begin. tokens: [B, K]. length: [B], how many of them are given."""
+
+    tokens: Array
+    length: Array
+
+
+def _growing_pool(
+    model: ChunkModel,
+    h_BD: Array,
+    key_B: Array,
+    active_B: Array,
+    config: "SamplerConfig",
+    prefix: Prefix,
+) -> tuple[Array, Sampled]:
+    """A choice by weight, leave-out, from one pool that doubles until it holds enough of what fits a prefix.
+
+    Enough: a number of groups of n equal draws, at T = 1 one draw. First of the results: whether anything
+    fits, bool [B].
+    """
+    n, a = law.split_exponent(config.temperature)
+    # Between whole exponents as for the next one; at T = 1 a single draw tells all.
+    together = n + (a > 0)
+    enough = _ENOUGH_COLLISIONS if together > 1 else 1
+    batch, chunk_size = prefix.tokens.shape
+    sizes = [min(FIRST_POOL, config.max_draws)]
+    while sizes[-1] < config.max_draws:
+        sizes.append(min(2 * sizes[-1], config.max_draws))
+    found = nothing(model, h_BD, key_B, active_B)
+    pool_BNK = jnp.zeros((batch, sizes[-1], chunk_size), jnp.int32)
+    before = 0
+    state = found, pool_BNK, jnp.zeros_like(prefix.tokens), jnp.zeros(batch, bool)
+    for size in sizes:
+
+        def step(given, state, before=before, size=size):
+            h_GD, key_G, prefix = given
+            found, pool_GNK, _, _ = state
+            draw_key_G, pick_key_G = keys(key_G, found.rounds, 2)
+            new_GNK = model.draw(h_GD, size - before, draw_key_G)
+            pool_GNK = pool_GNK.at[:, before:size].set(new_GNK)
+            drawn_GNK = pool_GNK[:, :size]
+            is_free_GK = jnp.arange(chunk_size) >= prefix.length[:, None]
+            fits_GNK = (drawn_GNK == prefix.tokens[:, None]) | is_free_GK[:, None]
+            count_GN = jnp.where(fits_GNK.all(-1), law.count_equal(drawn_GNK), 0)
+            weight_GN, _ = law.log_weights(count_GN, config.temperature, leave_out=True)
+            index_G = law.pick(weight_GN, pick_key_G)
+            found = found._replace(
+                draws=found.draws + size - before,
+                decoded=found.decoded + new_GNK[0].size,
+                rounds=found.rounds + 1,
+                done=law.groups(count_GN, together) >= enough,
+            )
+            return found, pool_GNK, take(pool_GNK, index_G), count_GN.any(-1)
+
+        group = max(1, config.draws_at_once // (size - before))
+        state = for_active(step, ~state[0].done, group, (h_BD, key_B, prefix), state)
+        before = size
+    found, _, tokens_BK, fits_B = state
+    return fits_B, Sampled(
+        tokens_BK,
+        found.draws,
+        found.decoded,
+        fits_B & active_B & (config.temperature == 1),
+    )
+
+
+def growing(
+    model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array, config: "SamplerConfig"
+) -> Sampled:
+    """One pool that doubles until it holds enough groups of n equal draws; then the choice is by weight, leave-out.
+
+    Nearly `p^s`, for a tight budget at T <= 1/3 (ours).
+    """
+    chunk = jax.eval_shape(lambda: model.draw(h_BD, 1, key_B))
+    anything = Prefix(
+        jnp.zeros((len(h_BD), chunk.shape[-1]), jnp.int32), jnp.zeros(len(h_BD), jnp.int32)
+    )
+    return _growing_pool(model, h_BD, key_B, active_B, config, anything)[1]
+
+
+def complete_chunk(
+    model: ChunkModel,
+    h_BD: Array,
+    key_B: Array,
+    active_B: Array,
+    config: "SamplerConfig",
+    prefix: Prefix,
+) -> tuple[Array, Sampled]:
+    """The next chunk given its first tokens, by drawing and keeping what begins so (ours).
+
+    Whether any of at most `max_draws` draws did, bool [B]; without one the chunk is not defined. The law
+    is p given the prefix, exactly, at T = 1, and nearly its power s below, whatever `sampler` is.
+    """
+    return _growing_pool(model, h_BD, key_B, active_B, config, prefix)
