@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 from absl import flags, logging
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_flags
 
 from calm_jax.config import nearest
 from calm_jax.errors import Interrupted, UserError
@@ -32,12 +32,14 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 
 def parse_config_flags(config: ConfigDict) -> Callable[[list[str]], list[str]]:
-    """The same for a command whose `--config.KEY` flags change `config`."""
+    """The same for a command whose `--config.KEY` flags change `config`, which it finds in `flags.FLAGS["config"]`."""
 
     def parse(argv: list[str]) -> list[str]:
         message = unknown_key(argv, config)
         if not message:
             try:
+                # Not before: defining it reads the values.
+                config_flags.DEFINE_config_dict("config", config, "recipe's keys", sys_argv=argv)
                 return flags.FLAGS(argv)
             except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
                 message = " ".join(str(error).split())

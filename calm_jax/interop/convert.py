@@ -43,9 +43,6 @@ _TOKENIZER = flags.DEFINE_string(
     "tokenizer", "", "tokenizer file, or bytes; unless given, the one in the source's folder"
 )
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "print what would become what, and write nothing")
-_CONFIG = config_flags.DEFINE_config_dict(
-    "config", common.get_config(), "keys of the recipe that the workdir gets"
-)
 
 
 def _place(row: names.Row, value: np.ndarray, mesh: Mesh) -> jax.Array:
@@ -137,7 +134,7 @@ def _print_notes(plan: Plan) -> None:
     if plan.twins:
         print(f"{len(plan.twins)} tensors are there twice")
     for name in plan.left_over:
-        print(f"left over, not used: {name}")
+        print(f"left over, not used: {name!r}")
 
 
 @command

@@ -4,7 +4,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from calm_jax.errors import UserError
 
@@ -26,6 +26,8 @@ def beside(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """
     refuse_existing(path)
     path = path.absolute()
+    # From the nearest up; they go, too, if it comes to nothing.
+    missing = [parent for parent in path.parents if not parent.exists()]
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
         unfinished.mkdir(parents=True)
@@ -35,3 +37,7 @@ def beside(path: pathlib.Path) -> Iterator[pathlib.Path]:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+        for parent in missing:
+            # Only empty ones can be removed.
+            with suppress(OSError):
+                parent.rmdir()

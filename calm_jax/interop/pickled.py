@@ -79,10 +79,13 @@ def _is_size(x: Any) -> bool:
 
 
 def _tensor(arguments: tuple) -> PickledTensor:
-    """`_rebuild_tensor_v2(storage, offset, shape, strides, ...)`."""
+    """`_rebuild_tensor_v2(storage, offset, shape, strides, requires_grad, hooks[, metadata])`."""
     if len(arguments) < 4 or not isinstance(arguments[0], _Storage):
         raise _Refused("a tensor without a storage")
     storage, offset, shape, strides = arguments[:4]
+    # Metadata says that the tensor is not its numbers, but their negatives or conjugates.
+    if any(arguments[6:]):
+        raise _Refused("a tensor with metadata, which nothing here heeds")
     is_sane = (
         _is_size(offset)
         and isinstance(shape, tuple)
@@ -96,6 +99,10 @@ def _tensor(arguments: tuple) -> PickledTensor:
     # Numbers that are repeated (stride 0) would make more of a file than it holds.
     if math.prod(shape) > storage.size or (0 not in shape and last >= storage.size):
         raise _Refused(f"a tensor of shape {shape} that reaches beyond its storage")
+    if 0 in shape and math.prod(n for n in shape if n) > 2**40:
+        raise _Refused(f"a tensor of shape {shape}")
+    # Along an axis of one the stride means nothing, and may be anything.
+    strides = tuple(stride if n > 1 else 0 for n, stride in zip(shape, strides, strict=True))
     return PickledTensor(storage, offset, shape, strides)
 
 
@@ -109,7 +116,7 @@ def _call(function: Any, arguments: Any) -> Any:
     is_parameter = function.name == "torch._utils _rebuild_parameter"
     if is_parameter and arguments and isinstance(arguments[0], PickledTensor):
         return arguments[0]
-    raise _Refused(f"a call of {function.name.replace(' ', '.')} with unknown arguments")
+    raise _Refused(f"a call of {_dotted(function.name)} with unknown arguments")
 
 
 def _storage(identity: Any) -> _Storage:
@@ -123,9 +130,14 @@ def _storage(identity: Any) -> _Storage:
     return _Storage(key, _DTYPES[name], size)
 
 
+def _dotted(name: str) -> str:
+    """A name that may hold anything, as a line can show it."""
+    return repr(name.replace(" ", "."))[1:-1]
+
+
 def _global(name: str) -> _Named:
     if name not in _KNOWN:
-        raise _Refused(f"the pickle asks for {name.replace(' ', '.')}, which no tensor needs")
+        raise _Refused(f"the pickle asks for {_dotted(name)}, which no tensor needs")
     return _Named(name)
 
 
@@ -195,6 +207,8 @@ class _Machine:
                 stack.append(_global(argument))
             case "STACK_GLOBAL":
                 name, module = stack.pop(), stack.pop()
+                if not isinstance(name, str) or not isinstance(module, str):
+                    raise _Refused("a name that is no string")
                 stack.append(_global(f"{module} {name}"))
             case "BINPERSID":
                 stack.append(_storage(stack.pop()))
@@ -215,10 +229,17 @@ class _Machine:
                 raise _Refused(f"the pickle has the instruction {name}, which no tensor needs")
 
 
-def _described(path: pathlib.Path, archive: zipfile.ZipFile, member: str) -> dict:
-    if archive.getinfo(member).file_size > _MOST_PICKLE_BYTES:
-        raise _Refused(f"{member} is larger than any description of tensors")
-    tree = _Machine().run(archive.read(member))
+def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> bytes:
+    """A small member, which PyTorch never compresses."""
+    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+        raise _Refused(f"{info.filename!r} is compressed")
+    if info.file_size > most:
+        raise _Refused(f"{info.filename!r} is larger than any description of tensors")
+    return archive.read(info)
+
+
+def _described(program: bytes) -> dict:
+    tree = _Machine().run(program)
     if isinstance(tree, dict) and isinstance(tree.get("state_dict"), dict):
         raise _Refused("it is a training checkpoint; save its state_dict alone")
     if not isinstance(tree, dict) or not all(isinstance(x, PickledTensor) for x in tree.values()):
@@ -232,7 +253,7 @@ def _data_start(path: pathlib.Path, info: zipfile.ZipInfo) -> int:
         file.seek(info.header_offset)
         signature, name_length, extra_length = struct.unpack("<4s22xHH", file.read(30))
     if signature != b"PK\x03\x04":
-        raise _Refused(f"{info.filename} is not where the archive says")
+        raise _Refused(f"{info.filename!r} is not where the archive says")
     return info.header_offset + 30 + name_length + extra_length
 
 
@@ -260,34 +281,38 @@ class PickleFile:
         folder = pickles[0].removesuffix("data.pkl")
         members = {info.filename: info for info in archive.infolist()}
         order = members.get(f"{folder}byteorder")
-        if order is not None and (order.file_size != 6 or archive.read(order) != b"little"):
+        if order is not None and _read_member(archive, order, 16) != b"little":
             raise _Refused("its numbers are not little-endian")
-        self.tensors: dict[str, PickledTensor] = _described(self._path, archive, pickles[0])
+        self.tensors: dict[str, PickledTensor] = _described(
+            _read_member(archive, members[pickles[0]], _MOST_PICKLE_BYTES)
+        )
         self._members: dict[str, zipfile.ZipInfo] = {}
         self._checked: set[str] = set()
         for name, tensor in self.tensors.items():
             storage = tensor.storage
             info = members.get(f"{folder}data/{storage.key}")
             if info is None:
-                raise _Refused(f"the numbers of {name} are missing")
+                raise _Refused(f"the numbers of {name!r} are missing")
             if info.compress_type != zipfile.ZIP_STORED:
-                raise _Refused(f"the numbers of {name} are compressed")
+                raise _Refused(f"the numbers of {name!r} are compressed")
             if info.file_size != storage.size * storage.dtype.itemsize:
                 raise _Refused(
-                    f"the numbers of {name} take {info.file_size} bytes, not {storage.size} of {storage.dtype}"
+                    f"the numbers of {name!r} take {info.file_size} bytes, not {storage.size} of {storage.dtype}"
                 )
             self._members[storage.key] = info
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, copied out of the file, whose pages are let go."""
         tensor = self.tensors[name]
+        if 0 in tensor.shape:
+            return np.empty(tensor.shape, tensor.storage.dtype)
         storage, info = tensor.storage, self._members[tensor.storage.key]
         try:
             with _refusals(self._path):
                 start = _data_start(self._path, info)
                 pages = np.memmap(self._path, np.uint8, "r", start, (info.file_size,))
                 if storage.key not in self._checked and zlib.crc32(pages) != info.CRC:
-                    raise _Refused(f"the numbers of {name} have another checksum than was saved")
+                    raise _Refused(f"the numbers of {name!r} have another checksum than was saved")
         except OSError as error:
             raise UserError(f"{self._path} cannot be read ({error})") from error
         self._checked.add(storage.key)

@@ -118,7 +118,16 @@ def _autoencoder_inside(weights: Weights) -> _Autoencoder:
 def _autoencoder_of(
     config: PublishedConfig, weights: Weights, folder: pathlib.Path | None
 ) -> _Autoencoder:
-    """A language model's autoencoder: the one that `folder` has, or else the one inside."""
+    """A language model's autoencoder: the one that `folder` has, or else the one inside.
+
+    Without `folder`, the one that config.json names is taken if it is there: it says more than its tensors do.
+    """
+    if folder is None and config.has("ae_path"):
+        named = pathlib.Path(str(config["ae_path"]))
+        for candidate in (weights.folder / named.name, named):
+            if (candidate / "config.json").is_file() and candidate != weights.folder:
+                folder = candidate
+                break
     if folder is not None:
         found = _own_autoencoder(folder)
     elif any(name.startswith(_INSIDE) for name in weights.tensors):
@@ -272,8 +281,9 @@ def check_twins(plan: Plan) -> None:
     """Raises `UserError` unless what is there twice is bitwise the same."""
     for (source, name), (other_source, other) in plan.twins:
         ours, theirs = source.read(name), other_source.read(other)
-        if ours.shape != theirs.shape or not np.array_equal(ours, theirs):
+        # As bits, where 0 and -0 differ.
+        if ours.shape != theirs.shape or (ours.view(np.uint32) != theirs.view(np.uint32)).any():
             where = "" if source is other_source else f" of {other_source.folder}"
             raise UserError(
-                f"{source.folder}: {name} should be a copy of {other}{where}, and is not: these weights do not belong together"
+                f"{source.folder}: {name!r} should be a copy of {other!r}{where}, and is not: these weights do not belong together"
             )

@@ -80,10 +80,13 @@ class PublishedConfig:
     @property
     def is_tied(self) -> bool:
         """Whether a Llama's output is its embedding."""
-        # Hugging Face leaves out what is a class's default, and Llama's is untied.
-        return self.architecture == AUTOREGRESSIVE and bool(
-            self._values.get("tie_word_embeddings", False)
-        )
+        if self.architecture != AUTOREGRESSIVE or not self.has("tie_word_embeddings"):
+            # Hugging Face leaves out what is a class's default, and Llama's is untied.
+            return False
+        value = self["tie_word_embeddings"]
+        if type(value) is not bool:
+            raise UserError(f"{self.path}: tie_word_embeddings={value!r} must be true or false")
+        return value
 
     def refuse_what_is_not_computed(self) -> None:
         """Raises `UserError` where a key asks for arithmetic that this project does not do."""
@@ -95,7 +98,8 @@ class PublishedConfig:
         }
         if self.architecture != AUTOREGRESSIVE:
             computed["tie_word_embeddings"] = False
-            # Its LayerNorms have this one whatever the key says, which is for the others.
+        if self.architecture in (ENERGY, DIFFUSION, FLOW):
+            # Their LayerNorms have this one whatever the key says, which is for the other norms.
             computed["rms_norm_eps"] = _LAYER_NORM_EPSILON
         if self.has("head_dim"):
             computed["head_dim"] = self.size("hidden_size") // self.size("num_attention_heads")
@@ -131,12 +135,15 @@ class PublishedConfig:
         )
 
     def _rope_theta(self) -> float:
-        """Newer transformers write `rope_parameters` in its place."""
-        parameters = self._values.get("rope_parameters")
-        if self.has("rope_theta") or not isinstance(parameters, dict):
+        """Newer transformers write `rope_parameters` in its place, or beside it."""
+        if not self.has("rope_parameters"):
             return self.number("rope_theta")
-        theta, kind = parameters.get("rope_theta"), parameters.get("rope_type", "default")
-        if kind != "default" or type(theta) not in (int, float):
+        parameters = self["rope_parameters"]
+        plain = {"rope_type": "default", "rope_theta": self._values.get("rope_theta")}
+        theta = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+        if plain["rope_theta"] is None:
+            plain["rope_theta"] = theta
+        if type(theta) not in (int, float) or plain | parameters != plain:
             raise UserError(f"{self.path}: rope_parameters={parameters!r} is not supported")
         return float(theta)
 

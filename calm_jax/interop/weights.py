@@ -82,7 +82,7 @@ class _SafetensorsFile:
                     dtype = _SAFETENSORS_DTYPES.get(described.get_dtype())
                     if dtype is None:
                         raise UserError(
-                            f"{path}: {name} is of type {described.get_dtype()}, which no published checkpoint has"
+                            f"{path}: {name!r} is of type {described.get_dtype()}, which no published checkpoint has"
                         )
                     shape = tuple(described.get_shape())
                     self.tensors[name] = TensorInfo(shape, np.dtype(dtype))
@@ -97,7 +97,7 @@ class _SafetensorsFile:
             with self._open() as file:
                 return file.get_tensor(name)
         except (OSError, ValueError, TypeError, self._library.SafetensorError) as error:
-            raise UserError(f"{self._path}: {name} cannot be read ({error})") from error
+            raise UserError(f"{self._path}: {name!r} cannot be read ({error})") from error
 
 
 class _PickledFile:
@@ -149,7 +149,7 @@ class Weights:
         files: dict[str, _File] = {}
         for file in sorted(set(where.values())):
             # A shard lies beside its index; anything else is a way out of the folder.
-            if file in ("", ".", "..") or any(letter in file for letter in "/\\\0:"):
+            if file in ("", ".", "..") or len(file) > 255 or any(x in file for x in "/\\\0:"):
                 raise UserError(f"{path} is refused: {file!r} is no name of a file beside it")
             if not (path.parent / file).is_file():
                 raise UserError(f"{path} names the shard {file!r}, which is not there")
@@ -158,11 +158,11 @@ class Weights:
             for name in shard.tensors:
                 if where.get(name) != file:
                     raise UserError(
-                        f"{path} does not know that {name} is in {file}: index and shards do not belong together"
+                        f"{path} does not know that {name!r} is in {file!r}: index and shards do not belong together"
                     )
         for name, file in where.items():
             if name not in files[file].tensors:
-                raise UserError(f"{path} looks for {name} in {file}, which does not have it")
+                raise UserError(f"{path} looks for {name!r} in {file!r}, which does not have it")
             self._file_of[name] = files[file]
 
     def read(self, name: str) -> np.ndarray:
@@ -170,13 +170,15 @@ class Weights:
         dtype = self.tensors[name].dtype
         if dtype not in FLOATS:
             raise UserError(
-                f"{self.folder}: {name} is of type {dtype}, not float32, float16 or bfloat16"
+                f"{self.folder}: {name!r} is of type {dtype}, not float32, float16 or bfloat16"
             )
         value = self._file_of[name].read(name).astype(np.float32, copy=False)
         # Of float32 numbers, a sum in float64 is finite exactly when all of them are.
-        if not np.isfinite(value.sum(dtype=np.float64)):
+        with np.errstate(invalid="ignore"):
+            total = value.sum(dtype=np.float64)
+        if not np.isfinite(total):
             bad = int(value.size - np.isfinite(value).sum())
             raise UserError(
-                f"{self.folder}: {bad} of the {value.size} numbers of {name} are not finite: the file is damaged, or the training diverged"
+                f"{self.folder}: {bad} of the {value.size} numbers of {name!r} are not finite: the file is damaged, or the training diverged"
             )
         return value
