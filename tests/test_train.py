@@ -82,7 +82,7 @@ def run_steps(name: str, steps: int, mesh_sizes: tuple[int, ...] = (1, 1, 1), **
     return state, metrics
 
 
-@pytest.mark.parametrize("name", ["autoencoder", "lm"])
+@pytest.mark.parametrize("name", ["autoencoder", pytest.param("lm", marks=pytest.mark.slow)])
 def test_accumulation_equals_the_big_batch(name):
     """Masked chunks make the microbatches' weights unequal."""
     _, whole = run_steps(name, 3)

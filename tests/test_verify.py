@@ -153,6 +153,7 @@ def test_changed_weight_of_an_autoencoder_fails(tensor, copied):
     assert status_of(folder) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "tensor", "quantity"),
     [
