@@ -16,6 +16,7 @@ from calm_jax.data.pipeline import (
     document_windows,
     encode_documents,
     pack,
+    pack_completions,
     pack_records,
 )
 from calm_jax.data.tokenizers import Tokenizer
@@ -158,22 +159,28 @@ class Text:
 
     def _pack(self, name: str, split: str) -> Blocks:
         config, data = self._config, getattr(self._config, name).data
-        # An autoencoder learns chunks, whoever wrote them.
         if config.data.prompt_field and name == "lm":
             return self._pack_records(split, data)
+        keep_remainder, what = split == "validation", f"{name}: the {split} text"
+        if config.data.prompt_field:
+            return pack_completions(
+                self._encoded[split],
+                self._tokenizer,
+                data,
+                config.chunk_size,
+                keep_remainder,
+                what,
+            )
         if split == "validation":
             data = dataclasses.replace(data, front_fill="none")
         return pack(
-            [
-                np.concatenate(pair)
-                for pair in zip(self._prompts[split], self._encoded[split], strict=True)
-            ],
+            self._encoded[split],
             self._tokenizer,
             data,
             config.chunk_size,
             config.seed,
-            keep_remainder=split == "validation",
-            name=f"{name}: the {split} text",
+            keep_remainder,
+            what,
         )
 
     def _pack_records(self, split: str, data: BlockConfig) -> Blocks:

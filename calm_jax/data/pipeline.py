@@ -93,17 +93,40 @@ def pack(
             np.asarray([tokenizer.eos_id] * config.append_eos, np.int32),
             np.full(back, tokenizer.pad_id, np.int32),
         ]
+    return _cut(pieces, tokenizer.pad_id, config.block_tokens, keep_remainder, name)
+
+
+def _cut(
+    pieces: Sequence[np.ndarray], pad_id: int, block: int, keep_remainder: bool, name: str
+) -> Blocks:
     flat = np.concatenate(pieces)
-    block = config.block_tokens
     if not keep_remainder and len(flat) < block:
         raise UserError(
             f"{name} has {len(flat)} tokens, and one block needs {block}: give more text, or a smaller "
             "data.block_tokens"
         )
     num_blocks = -(-len(flat) // block) if keep_remainder else len(flat) // block
-    return _filled(
-        [flat[i * block : (i + 1) * block] for i in range(num_blocks)], block, tokenizer.pad_id
-    )
+    return _filled([flat[i * block : (i + 1) * block] for i in range(num_blocks)], block, pad_id)
+
+
+def _completion(ids: np.ndarray, tokenizer: Tokenizer, chunk_size: int) -> np.ndarray:
+    """A completion as whole chunks: its tokens, eos, pads."""
+    pads = -(len(ids) + 1) % chunk_size
+    end = [tokenizer.eos_id, *[tokenizer.pad_id] * pads]
+    return np.concatenate([ids, np.asarray(end, np.int32)])
+
+
+def pack_completions(
+    completions: Sequence[np.ndarray],
+    tokenizer: Tokenizer,
+    config: BlockConfig,
+    chunk_size: int,
+    keep_remainder: bool,
+    name: str,
+) -> Blocks:
+    """The chunks that a language model of records has to hit, without their prompts: what its autoencoder is for."""
+    pieces = [_completion(ids, tokenizer, chunk_size) for ids in completions]
+    return _cut(pieces, tokenizer.pad_id, config.block_tokens, keep_remainder, name)
 
 
 def pack_records(
@@ -122,16 +145,9 @@ def pack_records(
     rows, given, too_long = [], [], []
     for name, prompt, completion in zip(names, prompts, completions, strict=True):
         front = -(1 + len(prompt)) % chunk_size
-        back = -(len(completion) + 1) % chunk_size
+        begin = [*[tokenizer.pad_id] * front, tokenizer.bos_id]
         row = np.concatenate(
-            [
-                np.full(front, tokenizer.pad_id, np.int32),
-                np.asarray([tokenizer.bos_id], np.int32),
-                prompt,
-                completion,
-                np.asarray([tokenizer.eos_id], np.int32),
-                np.full(back, tokenizer.pad_id, np.int32),
-            ]
+            [np.asarray(begin, np.int32), prompt, _completion(completion, tokenizer, chunk_size)]
         )
         if len(row) > config.block_tokens:
             too_long.append(name)
