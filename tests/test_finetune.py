@@ -8,7 +8,13 @@ import pytest
 
 from calm_jax.checkpoint import latest_step
 from calm_jax.data.corpus import DataConfig, Document, load_corpus
-from calm_jax.data.pipeline import MASKED, BlockConfig, encode_documents, pack_records
+from calm_jax.data.pipeline import (
+    MASKED,
+    BlockConfig,
+    encode_documents,
+    pack_completions,
+    pack_records,
+)
 from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
 from calm_jax.mesh import make_mesh
@@ -59,6 +65,19 @@ def test_every_chunk_of_a_completion_counts_and_no_other():
         expected = np.zeros(targets_BLK.shape[1] - 1, bool)
         expected[first - 1 : first - 1 + size] = True
         np.testing.assert_array_equal(row, expected)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 4])
+def test_the_autoencoder_sees_the_chunks_that_the_language_model_has_to_hit(chunk_size):
+    prompts, completions = ["a", "bcd", "", "ef"], ["x", "hello", "yzyz", "wwwwwww"]
+    lm, _ = records(prompts, completions, chunk_size, block_tokens=60)
+    targets_NK = lm.targets(np.arange(len(lm))).reshape(-1, chunk_size)
+    expected_NK = targets_NK[(targets_NK != MASKED).all(1)]
+    config = BlockConfig(2 * chunk_size, True, True, "none")
+    encoded = encode_documents(completions, BYTES)
+    blocks = pack_completions(encoded, BYTES, config, chunk_size, True, "the text")
+    ours_NK = blocks.targets(np.arange(len(blocks))).reshape(-1, chunk_size)
+    np.testing.assert_array_equal(ours_NK[(ours_NK != MASKED).all(1)], expected_NK)
 
 
 def test_a_record_longer_than_a_block_is_named():
