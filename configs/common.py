@@ -28,14 +28,15 @@ def get_config() -> ConfigDict:
 
     # --- Text -----------------------------------------------------------------------------------
     config.data = ConfigDict()
-    # Comma-separated globs of .txt (one document a file), .jsonl or .json (one document a line).
+    # Comma-separated globs of .txt (one document a file), .jsonl or .json (one document a line), .gz or .zst of these, and
+    # .parquet (one document a row); also remote ones such as gs://bucket/*.jsonl.zst.
     # Empty: the source text of the running Python's standard library.
     config.data.train_files = ""
     # The same for validation. Empty: held out of the training files, see `holdout_every`. Alone they are enough for --mode=eval.
     config.data.validation_files = ""
-    # Field of a JSON record that holds the text.
+    # Field of a record that holds the text.
     config.data.text_field = "text"
-    # Field of a JSON record with a prompt that its text follows: read, not learnt, and the text begins a chunk of its
+    # Field of a record with a prompt that its text follows: read, not learnt, and the text begins a chunk of its
     # own; each record then is a block for itself. Empty: there are no prompts.
     config.data.prompt_field = ""
     # Without validation files, one document in this many is held out, by a hash of its file name (and line).

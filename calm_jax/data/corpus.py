@@ -2,24 +2,20 @@
 
 import collections
 import dataclasses
-import glob
 import hashlib
-import json
 import os
 import pathlib
 import sysconfig
-from collections.abc import Iterator
-from typing import Any
 
 from absl import logging
 
+from calm_jax.data.documents import Document, Fields, find_files, read_documents
 from calm_jax.errors import UserError
 
 # Folders of the standard library that are not its own source text: tests, and packages vendored by pip's installer.
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip"}
 # Tables of character names and keywords' help texts: generated, not written.
 _GENERATED = {"encodings", "pydoc_data"}
-_SUFFIXES = (".txt", ".jsonl", ".json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,18 +42,6 @@ class DataConfig:
             raise UserError(
                 f"data.prompt_field={self.prompt_field!r} is data.text_field, too: the completion is another field"
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class Document:
-    """A text and the name that decides whether it is held out.
-
-    prompt: what the text follows, to be read and not learnt.
-    """
-
-    name: str
-    text: str
-    prompt: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,97 +76,14 @@ def standard_library_documents() -> list[Document]:
     return documents
 
 
-def _files(globs: str, key: str) -> list[str]:
-    files: list[str] = []
-    for pattern in globs.split(","):
-        matches = sorted(glob.glob(pattern.strip(), recursive=True))
-        if not matches:
-            raise UserError(f"{key}: no file matches {pattern.strip()!r}")
-        files += matches
-    for file in files:
-        if not file.endswith(_SUFFIXES):
-            raise UserError(f"{key}: {file} is none of {', '.join(_SUFFIXES)}")
-    return list(dict.fromkeys(files))
-
-
 def _real_paths(globs: str, key: str) -> set[str]:
-    return {os.path.realpath(file) for file in _files(globs, key)}
-
-
-class _BadRecord(Exception):
-    """`reason` is for counting, `detail` for the person who has to find the record."""
-
-    def __init__(self, reason: str, detail: str):
-        super().__init__(reason)
-        self.reason, self.detail = reason, detail
-
-
-def _parse(line: bytes, name: str, config: DataConfig) -> Document:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise _BadRecord("invalid UTF-8", f"byte {error.start} is not valid UTF-8") from error
-    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
-        raise _BadRecord("malformed JSON", f"not valid JSON ({error})") from error
-    text = _field(record, config.text_field)
-    return Document(name, text, _field(record, config.prompt_field) if config.prompt_field else "")
-
-
-def _field(record: Any, name: str) -> str:
-    if not isinstance(record, dict) or name not in record:
-        raise _BadRecord("missing field", f"no field {name!r}")
-    text = record[name]
-    if not isinstance(text, str):
-        raise _BadRecord("not text", f"field {name!r} is {type(text).__name__}, not a string")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise _BadRecord("lone surrogate", f"field {name!r} has a lone surrogate") from error
-    return text
-
-
-def _read_file(file: str, config: DataConfig) -> Iterator[Document | tuple[str, _BadRecord]]:
-    name = pathlib.Path(file).name
-    if file.endswith(".txt"):
-        try:
-            # Not read_text, which would make "\n" of every line end.
-            yield Document(name, pathlib.Path(file).read_bytes().decode("utf-8"))
-        except UnicodeDecodeError as error:
-            bad = _BadRecord("invalid UTF-8", f"byte {error.start} is not valid UTF-8")
-            yield file, bad
-        return
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                yield _parse(line, f"{name}:{number}", config)
-            except _BadRecord as bad:
-                yield f"{file}, line {number}", bad
+    return {os.path.realpath(file) for file in find_files(globs, key)}
 
 
 def _read(globs: str, key: str, config: DataConfig, skipped: collections.Counter) -> list[Document]:
-    documents = []
-    for file in _files(globs, key):
-        if config.prompt_field and file.endswith(".txt"):
-            raise UserError(
-                f"{key}: {file} has no field {config.prompt_field!r} (data.prompt_field): give .jsonl or .json"
-            )
-        try:
-            for item in _read_file(file, config):
-                if isinstance(item, Document):
-                    if item.text:
-                        documents.append(item)
-                    continue
-                where, bad = item
-                if config.on_bad_record == "raise":
-                    raise UserError(
-                        f"{where}: {bad.detail}; mend it, or leave such records out with "
-                        "--config.data.on_bad_record=skip"
-                    )
-                skipped[bad.reason] += 1
-        except OSError as error:
-            raise UserError(f"{key}: {file} cannot be read: {error.strerror}") from error
+    fields = Fields(config.text_field, config.prompt_field)
+    files = find_files(globs, key)
+    documents = list(read_documents(files, key, fields, config.on_bad_record, skipped))
     if not documents:
         raise UserError(f"{key}={globs!r} holds no text")
     return documents

@@ -1,0 +1,177 @@
+"""Documents out of files: every format gives the same ones, and damage is an error or counted, never silent."""
+
+import collections
+import gzip
+import json
+
+import fsspec
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from calm_jax.data import documents
+from calm_jax.data.documents import Document, Fields, find_files, read_documents
+from calm_jax.errors import UserError
+
+TEXTS = ["plain", "line\nbreak\r\n and\ttab", "naïve 日本 😀", "nul \0 byte", " " * 5000 + "x"]
+LINES = b"".join(json.dumps({"text": text, "id": 1}).encode() + b"\n" for text in TEXTS)
+
+
+def frames(data: bytes, size: int) -> bytes:
+    """zstd in frames of `size` bytes, as parallel compressors write them."""
+    pack = zstandard.ZstdCompressor().compress
+    return b"".join(pack(data[i : i + size]) for i in range(0, len(data), size))
+
+
+def parquet(path, rows):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
+
+
+def read(pattern, on_bad_record="raise", fields=Fields("text", "")):  # noqa: B008
+    """`(documents, what was left out)`."""
+    skipped = collections.Counter()
+    files = find_files(str(pattern), "data.train_files")
+    found = list(read_documents(files, "data.train_files", fields, on_bad_record, skipped))
+    return found, dict(skipped)
+
+
+def test_every_format_gives_the_same_texts(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "b.json").write_bytes(LINES.replace(b"\n", b"\r\n"))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(LINES) + gzip.compress(LINES))
+    (tmp_path / "d.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(LINES))
+    (tmp_path / "e.json.zst").write_bytes(frames(LINES, 7))
+    parquet(tmp_path / "f.parquet", [{"id": 1, "text": text} for text in TEXTS])
+    for file in sorted(tmp_path.iterdir()):
+        found, skipped = read(file)
+        assert [document.text for document in found] == TEXTS * (1 + (file.suffix == ".gz"))
+        assert not skipped
+    # Packing changes no name, by which documents are held out.
+    (tmp_path / "d.jsonl").write_bytes(LINES)
+    assert read(tmp_path / "d.jsonl") == read(tmp_path / "d.jsonl.zst")
+    for text in TEXTS:
+        (tmp_path / "g.txt.gz").write_bytes(gzip.compress(text.encode()))
+        assert read(tmp_path / "g.txt.gz")[0] == [Document("g.txt", text)]
+
+
+def test_remote_files_are_those_of_the_local_ones(tmp_path):
+    memory = fsspec.filesystem("memory")
+    for name, data in (("a.jsonl", LINES), ("b.jsonl.zst", frames(LINES, 100))):
+        memory.pipe(f"/bucket/{name}", data)
+        (tmp_path / name).write_bytes(data)
+    assert read("memory://bucket/*.jsonl*") == read(tmp_path / "*.jsonl*")
+    with pytest.raises(UserError, match="no file matches 'memory://bucket/"):
+        find_files("memory://bucket/*.txt", "data.train_files")
+
+
+def damaged(tmp_path):
+    whole = LINES * 40
+    cases = {
+        "cut.jsonl.zst": zstandard.ZstdCompressor().compress(whole)[:-7],
+        "cut.jsonl.gz": gzip.compress(whole)[:-9],
+        "noise.jsonl.zst": b"(\xb5/\xfd" + bytes(100),
+        "noise.jsonl.gz": bytes(50),
+        "noise.parquet": b"PAR1" + bytes(50),
+    }
+    for name, data in cases.items():
+        (tmp_path / name).write_bytes(data)
+    return cases
+
+
+def test_a_damaged_file_is_named_or_counted(tmp_path):
+    for name in damaged(tmp_path):
+        with pytest.raises(UserError, match=name) as error:
+            read(tmp_path / name)
+        assert "\n" not in str(error.value)
+        found, skipped = read(tmp_path / name, "skip")
+        assert sum(skipped.values()) >= 1
+        # What comes before the damage is kept.
+        assert [document.text for document in found] == (TEXTS * 40)[: len(found)]
+
+
+def test_a_file_of_random_damage_is_an_error_or_texts(tmp_path):
+    """400 files: nothing else is raised, and nothing is left out in silence."""
+    rng = np.random.default_rng(0)
+    rows = [{"text": text} for text in TEXTS]
+    parquet(tmp_path / "whole.parquet", rows)
+    whole = {
+        "a.jsonl": LINES,
+        "a.jsonl.gz": gzip.compress(LINES),
+        "a.jsonl.zst": frames(LINES, 200),
+        "a.parquet": (tmp_path / "whole.parquet").read_bytes(),
+    }
+    for name, data in whole.items():
+        path = tmp_path / name
+        for _ in range(100):
+            bad = bytearray(data)
+            if rng.random() < 0.3:
+                bad = bad[: rng.integers(len(bad))]
+            else:
+                for place in rng.integers(len(bad), size=rng.integers(1, 4)):
+                    bad[place] = rng.integers(256)
+            path.write_bytes(bad)
+            try:
+                found, _ = read(path)
+            except UserError as error:
+                assert name in str(error)
+                continue
+            assert all(isinstance(document.text, str) for document in found)
+
+
+def test_a_line_that_is_too_long_is_left_out_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_MOST_LINE_BYTES", 1 << 20)
+    long = json.dumps({"text": "x" * (3 << 20)}).encode()
+    (tmp_path / "a.jsonl").write_bytes(LINES + long + b"\n" + LINES + long)
+    found, skipped = read(tmp_path / "a.jsonl", "skip")
+    assert [document.text for document in found] == TEXTS * 2
+    assert skipped == {"long line": 2}
+    with pytest.raises(UserError, match=f"a.jsonl, line {len(TEXTS) + 1}: .*longer than 1 MiB"):
+        read(tmp_path / "a.jsonl")
+
+
+def test_a_line_as_long_as_the_limit_is_read(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    longest = max(map(len, LINES.splitlines(keepends=True)))
+    monkeypatch.setattr(documents, "_MOST_LINE_BYTES", longest)
+    assert len(read(tmp_path / "a.jsonl")[0]) == len(TEXTS)
+    monkeypatch.setattr(documents, "_MOST_LINE_BYTES", longest - 1)
+    assert read(tmp_path / "a.jsonl", "skip")[1] == {"long line": 1}
+
+
+def test_bad_rows_of_a_table_are_named_or_counted(tmp_path):
+    parquet(tmp_path / "a.parquet", [{"text": "good"}, {"text": None}, {"text": "also"}])
+    with pytest.raises(UserError, match=r"a.parquet, row 2: field 'text' is NoneType"):
+        read(tmp_path / "a.parquet")
+    found, skipped = read(tmp_path / "a.parquet", "skip")
+    assert [document.text for document in found] == ["good", "also"]
+    assert skipped == {"not text": 1}
+    with pytest.raises(UserError, match=r"a.parquet, row 1: no field 'content'"):
+        read(tmp_path / "a.parquet", fields=Fields("content", ""))
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINES)
+    reading = read_documents(
+        [str(path)], "data.train_files", Fields("text", ""), "skip", collections.Counter()
+    )
+    next(reading)
+    path.write_bytes(LINES * 2)
+    with pytest.raises(UserError, match=r"a.jsonl was changed while it was read"):
+        list(reading)
+
+
+def test_what_nobody_can_read_is_refused(tmp_path):
+    for name in ("a.csv", "a.parquet.gz", "a.zst"):
+        (tmp_path / name).write_bytes(b"x")
+        with pytest.raises(UserError, match=f"{name} is none of .txt, .jsonl"):
+            find_files(str(tmp_path / name), "data.train_files")
+
+
+def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    (tmp_path / "a.jsonl.zst").write_bytes(frames(LINES, 100))
+    with pytest.raises(UserError, match=r"needs zstandard: pip install 'calm_jax\[data\]'"):
+        read(tmp_path / "a.jsonl.zst")
