@@ -35,11 +35,14 @@ from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.calm import CALM
 from calm_jax.tasks import ArTask, AutoencoderTask, CalmTask, LmTask, Params
 
+# What tells a workdir of converted parameters.
+_ORIGIN = "converted.json"
 _OWN_FILES = {
     "autoencoder",
     "autoencoder.tmp",
     "config.json",
     "config.json.tmp",
+    _ORIGIN,
     "corpus.json",
     "corpus.json.tmp",
     "evaluations.jsonl",
@@ -124,10 +127,6 @@ class Workdir:
         return self.path / "config.json"
 
     @property
-    def _corpus_path(self) -> pathlib.Path:
-        return self.path / "corpus.json"
-
-    @property
     def exists(self) -> bool:
         return self._config_path.exists()
 
@@ -177,7 +176,7 @@ class Workdir:
 
     def change_of_text(self, corpus: Corpus) -> str:
         """How the text differs from what this run began with; empty if it does not."""
-        path = self._corpus_path
+        path = self.path / "corpus.json"
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -225,13 +224,17 @@ class Workdir:
     @property
     def is_converted(self) -> bool:
         """Whether its parameters come from elsewhere, with no text and no optimizer's state."""
-        return self.exists and not self._corpus_path.exists()
+        return (self.path / _ORIGIN).exists()
 
-    def create(self, config: Config, tokenizer: Tokenizer, corpus: Corpus | None) -> None:
-        """Writes what describes a new run; config.json last, which is what makes it a workdir.
+    def create(self, config: Config, tokenizer: Tokenizer, corpus: Corpus) -> None:
+        """Writes what describes a new run; config.json last, which is what makes it a workdir."""
+        self._create(config, tokenizer, "corpus.json", _describe(corpus))
 
-        corpus: None for parameters that come from elsewhere.
-        """
+    def create_converted(self, config: Config, tokenizer: Tokenizer, origin: dict) -> None:
+        """The same for parameters that come from elsewhere; `origin` says from where."""
+        self._create(config, tokenizer, _ORIGIN, origin)
+
+    def _create(self, config: Config, tokenizer: Tokenizer, name: str, description: dict) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             tokenizer.save(self.path / "tokenizer")
@@ -239,8 +242,7 @@ class Workdir:
             raise UserError(
                 f"--workdir={self.path} cannot be written: {error.strerror or error}"
             ) from error
-        if corpus is not None:
-            write_atomically(self._corpus_path, json.dumps(_describe(corpus), indent=2) + "\n")
+        write_atomically(self.path / name, json.dumps(description, indent=2) + "\n")
         self.store_config(config)
 
     def store_config(self, config: Config) -> None:

@@ -271,7 +271,7 @@ def made_here(folder, arguments, **changes):
         for seed, (stage, task) in enumerate(made.items()):
             path = workdir.checkpoints(stage).resolve() / "7" / "params"
             checkpointer.save(path, random_params(task, seed))
-    workdir.create(config, tokenizer, corpus=None)
+    workdir.create_converted(config, tokenizer, {})
     return workdir
 
 

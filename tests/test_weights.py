@@ -975,3 +975,10 @@ def test_a_damaged_index_is_refused_or_the_same(form, bounded, tmp_path):
 def test_pickle_files_are_opened_alone_too(golden):
     file = PickleFile(golden / "ae_k4" / BIN)
     assert file.read("encoder.norm.weight").shape == (32,)
+
+
+def test_a_pipe_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    assert "has no weights" in refusal(tmp_path)
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    assert "has no weights" in refusal(tmp_path)

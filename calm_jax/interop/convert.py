@@ -98,7 +98,8 @@ def convert(plan: Plan, path: pathlib.Path) -> None:
         check_twins(plan)
         for part in plan.parts:
             save_params(workdir.checkpoints(part.stage), _parameters(part, mesh, bar), about)
-        workdir.create(plan.config, plan.tokenizer, corpus=None)
+        origin = {"architecture": plan.architecture, "left_over": plan.left_over}
+        workdir.create_converted(plan.config, plan.tokenizer, origin)
 
 
 def print_plan(plan: Plan) -> None:

@@ -46,11 +46,12 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """config: of the workdir to be. twins: pairs of tensors that have to be equal, as (weights, name).
+    """architecture: the published one. config: of the workdir to be. twins: pairs of tensors that have to be equal, as (weights, name).
 
     left_over: tensors that nothing here uses. notes: what the user should know.
     """
 
+    architecture: str
     config: Config
     tokenizer: Tokenizer
     parts: list[Part]
@@ -228,7 +229,7 @@ def make_plan(
         )
     if config.is_tied:
         notes.append("the tied output becomes a parameter of its own, equal to the embedding")
-    return Plan(ours, tokenizer, parts, twins, left_over, notes)
+    return Plan(kind, ours, tokenizer, parts, twins, left_over, notes)
 
 
 def _part(

@@ -54,6 +54,9 @@ class _File(Protocol):
 
 def read_json(path: pathlib.Path) -> Any:
     """The JSON of a file; raises `UserError` if it is missing, huge or malformed."""
+    # Not a pipe, which might never end.
+    if not path.is_file():
+        raise UserError(f"{path} cannot be read: there is no such file")
     try:
         size = path.stat().st_size
         if size > _MOST_JSON_BYTES:
@@ -126,11 +129,11 @@ class Weights:
             ("pytorch_model.bin", _PickledFile),
         ):
             index = folder / f"{name}.index.json"
-            if (folder / name).exists():
+            if (folder / name).is_file():
                 file = kind(folder / name)
                 self._file_of = dict.fromkeys(file.tensors, file)
                 break
-            if index.exists():
+            if index.is_file():
                 self._read_index(index, kind)
                 break
         else:
