@@ -165,7 +165,10 @@ def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
     hints = typing.get_type_hints(cls)
     for name in fields:
         if name not in section:
-            raise UserError(f"the config lacks the key {path}{name}{hint}")
+            older = (
+                "; a config.json of an older version gets it with the value in configs/common.py"
+            )
+            raise UserError(f"the config lacks the key {path}{name}{hint or older}")
         value, kind = section[name], hints[name]
         if kind == HeadConfig:
             kind = _head_config(value)

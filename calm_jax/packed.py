@@ -49,9 +49,11 @@ class Text:
             split: encode_documents([document.text for document in documents], tokenizer)
             for split, documents in self._documents.items()
         }
-        # Of text without prompts they are all empty.
+        nothing = np.zeros(0, np.int32)
         self._prompts = {
             split: encode_documents([document.prompt for document in documents], tokenizer)
+            if config.data.prompt_field
+            else [nothing] * len(documents)
             for split, documents in self._documents.items()
         }
         self._packed: dict[tuple[str, str], Blocks] = {}
@@ -130,6 +132,9 @@ class Text:
         config = self._config
         _, counted_BP4 = self._scored(self.blocks("lm", "validation"), config.eval.published)
         if not counted_BP4[..., -1].any():
+            if config.data.prompt_field:
+                print(f"lm: no held-out completion has {ORDERS} tokens: there will be no BrierLM")
+                return
             raise UserError(
                 f"lm: the validation text has no {ORDERS} tokens after the first chunk of {config.chunk_size} of its "
                 "block, so there is nothing to score: give more of it"

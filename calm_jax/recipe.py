@@ -101,8 +101,7 @@ class Run:
         """Loads the parameters of `init_from`."""
         if not self.config.init_from:
             return None
-        source = Workdir(pathlib.Path(self.config.init_from))
-        return functools.partial(source.load_params, name, self.task(name), self.mesh)
+        return functools.partial(self.workdir.load_initial, name, self.task(name), self.mesh)
 
     def validate(self, name: str, evaluator: Evaluator, params: Params, frozen: Params) -> dict:
         """The report over the whole validation split; read from the log if it stands there."""
@@ -120,14 +119,24 @@ class Run:
         """Raises `UserError` if targets from this autoencoder would be too often wrong."""
         least = self.config.autoencoder.min_accuracy
         if not accuracy >= least:
+            source = self.config.autoencoder_source
+            way_out = (
+                f"{source} has not learnt such text; give more of it to hold out if it is little, or lower that key"
+                if source
+                else "train it longer (autoencoder.training.num_steps), or lower that key"
+            )
             raise UserError(
                 f"the autoencoder gets {accuracy:.2%} of the held-out tokens right, less than autoencoder.min_accuracy="
-                f"{least}: train it longer (autoencoder.training.num_steps), or lower that key"
+                f"{least}: {way_out}"
             )
 
 
-# Keys that say how a language model is trained or sampled, not what it is.
-_NOT_OF_THE_MODEL = ("remat", "num_samples", "num_target_samples", "beta", "num_steps", "solver")
+# Keys that say how a model is trained or sampled, not what it is.
+_NOT_OF_THE_MODEL = {
+    "autoencoder.model": ("dropout", "kl_clamp", "kl_weight"),
+    "lm.head": ("num_samples", "num_target_samples", "beta", "num_steps", "solver"),
+    "lm.model": ("remat",),
+}
 
 
 def _fit_source(
@@ -144,7 +153,7 @@ def _fit_source(
     def compare(name: str, ours: Any, other: Any) -> None:
         ours, other = dataclasses.asdict(ours), dataclasses.asdict(other)
         for field in ours | other:
-            if field not in _NOT_OF_THE_MODEL:
+            if field not in _NOT_OF_THE_MODEL[name]:
                 ours_and_theirs[f"{name}.{field}"] = (ours.get(field), other.get(field))
 
     if config.has_autoencoder:
@@ -187,7 +196,11 @@ def _sources(
         return not fresh and checkpoint.latest_step(workdir.checkpoints(stage)) is not None
 
     start = taken = None
-    begins = [stage for stage in config.stages if not has(stage)]
+    begins = [
+        stage
+        for stage in config.stages
+        if fresh or not (has(stage) or workdir.initial(stage).exists())
+    ]
     if config.init_from and begins:
         start = _source("init_from", config.init_from, begins, workdir)
     if config.autoencoder_source and not has("autoencoder"):
@@ -208,7 +221,7 @@ def _check_tokenizer_file(config: Config, tokenizer: Tokenizer) -> None:
         if named.fingerprint != tokenizer.fingerprint:
             raise UserError(
                 f"tokenizer.path={path!r} is another tokenizer ({named.fingerprint}) than the model's "
-                f"({tokenizer.fingerprint}): give another --workdir, or --overwrite"
+                f"({tokenizer.fingerprint}): leave tokenizer.path out, give another --workdir, or --overwrite"
             )
 
 
@@ -263,9 +276,14 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
         raise UserError("data.validation_files needs data.train_files to train on")
     if not fresh:
         if workdir.is_converted:
+            has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
+            way_out = (
+                f"--config=configs/finetune.py:{workdir.path}"
+                if has_lm
+                else f"--config.autoencoder.checkpoint={workdir.path}"
+            )
             raise UserError(
-                f"{workdir.path} holds converted parameters: train on from them in another folder, "
-                f"--config=configs/finetune.py:{workdir.path} --workdir=DIR"
+                f"{workdir.path} holds converted parameters: train on from them in another folder, {way_out} --workdir=DIR"
             )
         workdir.check_config(config, training=True)
     start, _ = _sources(config, workdir, fresh, tokenizer=None)
@@ -301,6 +319,11 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
         workdir.store_config(dataclasses.replace(config, stage=workdir.config.stage))
     if autoencoder is not None:
         workdir.import_autoencoder(autoencoder)
+    if start is not None:
+        for name in config.stages:
+            begun = checkpoint.latest_step(workdir.checkpoints(name)) is not None
+            if not begun and not workdir.initial(name).exists():
+                workdir.import_initial(start, name)
     return Run(config, Workdir(workdir.path), mesh, text)
 
 

@@ -104,17 +104,17 @@ def print_results(results: Mapping[str, Mapping], config: Config, workdir: Workd
     table = rich.table.Table(show_header=False)
     for name, value in _rows(results, config, workdir):
         table.add_row(name, rich.text.Text(value))
-    files = ["config.json", "metrics.jsonl", "tensorboard/"]
-    files += [path.name for path in (workdir.samples_path,) if path.exists()]
+    files = ["config.json", "metrics.jsonl", "tensorboard", "samples.txt", "evaluations.jsonl"]
+    files = [name for name in files if (workdir.path / name).exists()]
     table.add_row("files", rich.text.Text(f"{workdir.path}/: {', '.join(files)}"))
     path = shlex.quote(str(workdir.path))
     metrics.console().print(table, highlight=False)
     if "lm" in results:
-        print(
-            "next:\n"
-            f"  python -m calm_jax.generate --workdir={path} --prompt=TEXT\n"
-            f"  python -m calm_jax.main --mode=eval --config=configs/workdir.py:{path} --config.eval.num_samples=8"
-        )
+        print(f"next:\n  python -m calm_jax.generate --workdir={path} --prompt=TEXT")
+        if not workdir.is_converted:
+            print(
+                f"  python -m calm_jax.main --mode=eval --config=configs/workdir.py:{path} --config.eval.num_samples=8"
+            )
     elif "autoencoder" in results and not workdir.is_converted:
         print(
             f"next:\n  python -m calm_jax.main --config=configs/workdir.py:{path} --config.stage=lm"

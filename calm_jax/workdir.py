@@ -46,6 +46,10 @@ _OWN_FILES = {
     "corpus.json",
     "corpus.json.tmp",
     "evaluations.jsonl",
+    "init_autoencoder",
+    "init_autoencoder.tmp",
+    "init_lm",
+    "init_lm.tmp",
     "lm",
     "metrics.jsonl",
     "metrics.jsonl.tmp",
@@ -102,6 +106,8 @@ def fingerprint(documents: Sequence[Document]) -> str:
         text = document.text.encode("utf-8")
         digest.update(f"{document.name}\0{len(text)}\0".encode())
         digest.update(text)
+        if document.prompt:
+            digest.update(b"\0" + document.prompt.encode("utf-8"))
     return digest.hexdigest()[:16]
 
 
@@ -251,13 +257,27 @@ class Workdir:
     def import_autoencoder(self, source: "Workdir") -> None:
         """Copies the latest autoencoder of another workdir; it appears here only when it is whole."""
         step = checkpoint.latest_step(source.checkpoints("autoencoder"))
-        folder = self.checkpoints("autoencoder")
-        beside = self.path / "autoencoder.tmp"
+        whole = source.checkpoints("autoencoder") / str(step)
+        self._copy(whole, self.checkpoints("autoencoder"), str(step))
+
+    def initial(self, stage: str) -> pathlib.Path:
+        """Where the parameters lie that a stage begins with, if they are given."""
+        return self.path / f"init_{stage}"
+
+    def import_initial(self, source: "Workdir", stage: str) -> None:
+        """Copies a stage's latest parameters to begin with, so that the run does not depend on `source` any more."""
+        step = checkpoint.latest_step(source.checkpoints(stage))
+        params = source.checkpoints(stage) / str(step) / "params"
+        self._copy(params, self.initial(stage), f"{step}/params")
+
+    def _copy(self, source: pathlib.Path, folder: pathlib.Path, name: str) -> None:
+        """Copies `source` to `folder`/`name`; `folder` appears only when it is whole."""
+        beside = folder.with_name(f"{folder.name}.tmp")
         try:
             shutil.rmtree(beside, ignore_errors=True)
             # What a killed stage left without a whole checkpoint.
             shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(source.checkpoints("autoencoder") / str(step), beside / str(step))
+            shutil.copytree(source, beside / name)
             beside.rename(folder)
         except OSError as error:
             raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
@@ -266,3 +286,8 @@ class Workdir:
         """The latest parameters of a stage, on the mesh."""
         like = jax.eval_shape(task.init, jax.random.key(0))
         return checkpoint.load_params(self.checkpoints(stage), like, mesh)
+
+    def load_initial(self, stage: str, task: AutoencoderTask | LmTask, mesh: Mesh) -> Params:
+        """The parameters that a stage begins with, on the mesh."""
+        like = jax.eval_shape(task.init, jax.random.key(0))
+        return checkpoint.load_params(self.initial(stage), like, mesh)

@@ -7,6 +7,8 @@ Each line of the file is {"prompt": ..., "completion": ...}; only completions ar
 its autoencoder are those of the workdir. For plain text give --config.data.prompt_field= --config.data.text_field=text.
 """
 
+import os
+
 from ml_collections import ConfigDict
 
 from calm_jax.errors import UserError
@@ -16,8 +18,15 @@ from configs import workdir
 def get_config(folder: str = "") -> ConfigDict:
     if not folder:
         raise UserError("configs/finetune.py needs a workdir: --config=configs/finetune.py:DIR")
-    config = workdir.get_config(folder)
-    config.init_from = folder
+    try:
+        config = workdir.get_config(folder)
+    except UserError as error:
+        raise UserError(
+            f"{error}; a published checkpoint has to be converted first, and a run that has begun goes on with "
+            "--config=configs/workdir.py:RUN"
+        ) from error
+    # The same folder is the same source, whether its name ends with a slash or not.
+    config.init_from = os.path.normpath(folder)
     config.stage = "lm"
     config.autoencoder.checkpoint = ""
 
@@ -26,8 +35,6 @@ def get_config(folder: str = "") -> ConfigDict:
     config.data.prompt_field = "prompt"
     config.data.text_field = "completion"
     data = config.lm.data
-    # A record is a block for itself, so this is what the longest may have.
-    data.block_tokens = min(data.block_tokens, 512 - 512 % config.chunk_size)
     data.append_eos = True
     data.align_documents_to_chunks = True
 

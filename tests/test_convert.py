@@ -29,6 +29,7 @@ from calm_jax.config import resolve
 from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import Interrupted, UserError
 from calm_jax.interop import names, published
+from calm_jax.interop.folders import refuse_existing
 from calm_jax.interop.plan import make_plan
 from calm_jax.interop.source import find_tokenizer, folder_of
 from calm_jax.interop.weights import Weights
@@ -270,7 +271,14 @@ def made_here(folder, arguments, **changes):
     with ocp.StandardCheckpointer() as checkpointer:
         for seed, (stage, task) in enumerate(made.items()):
             path = workdir.checkpoints(stage).resolve() / "7" / "params"
-            checkpointer.save(path, random_params(task, seed))
+            params = random_params(task, seed)
+            if stage == "lm" and config.has_autoencoder:
+                embedding = params["embed"]["tokens"]["embedding"]
+                # As it is in every model: it begins as zero and gets no gradient.
+                params["embed"]["tokens"]["embedding"] = np.where(
+                    np.arange(len(embedding))[:, None] == tokenizer.pad_id, 0, embedding
+                ).astype(np.float32)
+            checkpointer.save(path, params)
     workdir.create_converted(config, tokenizer, {})
     return workdir
 
@@ -1194,3 +1202,60 @@ def test_a_conversion_has_one_copy_of_the_model_in_memory(tmp_path):
     slack = 400
     assert size > 1.3 * slack
     assert after - before < size + stacked + slack, (before, after, size, stacked)
+
+
+# --- What a checkpoint says beside its numbers
+
+
+def test_a_pad_row_that_is_not_zero_is_refused(golden, converted, tmp_path):
+    """It would be read by PyTorch, and is not by us."""
+
+    def change(tensors):
+        tensors["transformer.embed_tokens.weight"][96, 0] = 1
+
+    source = changed(golden / "flow", tmp_path / "source", {}, change)
+    assert "row 96 of transformer.embed_tokens.weight" in refusal(converted, source)
+    assert not (tmp_path / "converted").exists()
+
+
+@pytest.mark.parametrize("name", ["ar", "flow"])
+def test_the_context_is_the_checkpoints(name, golden, plan_of, tmp_path):
+    source = changed(golden / name, tmp_path / "source", {"max_position_embeddings": 100})
+    config = plan_of(source).config
+    assert config.lm.data.block_tokens == 100 * config.chunk_size
+    values = published.lm_values(config, plan_of(source).tokenizer, "x")
+    assert values["max_position_embeddings"] == 100
+
+
+def test_the_mesh_of_a_conversion_is_not_that_of_the_workdir(golden, converted):
+    workdir = converted(golden / "ar", mesh__data=1)
+    assert dataclasses.asdict(workdir.config.mesh) == {"data": -1, "fsdp": 1, "tensor": 1}
+
+
+@pytest.mark.parametrize("key", ["init_from", "autoencoder__checkpoint"])
+def test_parameters_cannot_come_from_two_places(key, golden, plan_of):
+    assert key.replace("__", ".") in refusal(plan_of, golden / "flow", **{key: "runs/x"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rope_theta", 10**400), ("ae_path", "x" * 5000), ("ae_path", "a\0b"), ("beta", 10**400)],
+)
+def test_absurd_values_are_one_line_or_do_not_matter(key, value, golden, plan_of, tmp_path):
+    source = changed(golden / "energy_k2", tmp_path / "source", {key: value})
+    if key == "ae_path":
+        assert plan_of(source).parts
+    else:
+        assert key in refusal(plan_of, source)
+
+
+def test_names_that_no_file_can_have_are_one_line(golden):
+    for name in ("x" * 300, "a\0b"):
+        assert "--source" in refusal(folder_of, name, "--source")
+        assert "--tokenizer" in refusal(find_tokenizer, name, golden)
+
+
+def test_a_link_is_no_folder_to_make(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    assert "is there already" in refusal(refuse_existing, tmp_path / "link")

@@ -1,6 +1,8 @@
 """Training on from given parameters, on prompts and completions."""
 
+import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -19,7 +21,7 @@ from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
 from calm_jax.mesh import make_mesh
 from calm_jax.tasks import counted_chunks
-from calm_jax.workdir import Workdir, make_autoencoder_task, make_lm_task
+from calm_jax.workdir import Workdir, fingerprint, make_autoencoder_task, make_lm_task
 from tests.test_recipe import run, text_glob, train  # noqa: F401 (a fixture)
 
 BYTES = ByteTokenizer(b"")
@@ -80,6 +82,27 @@ def test_the_autoencoder_sees_the_chunks_that_the_language_model_has_to_hit(chun
     np.testing.assert_array_equal(ours_NK[(ours_NK != MASKED).all(1)], expected_NK)
 
 
+def test_blocks_are_as_long_as_the_longest_record_needs():
+    blocks, _ = records(["ab", "a"], ["c" * 20, "c"], chunk_size=2, block_tokens=1000)
+    assert blocks.tokens.shape == (2, 32)
+    blocks, _ = records(["ab"], ["c" * 20], chunk_size=2, block_tokens=26)
+    assert blocks.tokens.shape == (1, 26)
+
+
+def test_another_prompt_is_another_text():
+    document = Document("a", "text", "prompt")
+    fingerprints = {
+        fingerprint([other])
+        for other in (
+            document,
+            dataclasses.replace(document, prompt="Prompt"),
+            dataclasses.replace(document, prompt=""),
+            dataclasses.replace(document, prompt="", text="textprompt"),
+        )
+    }
+    assert len(fingerprints) == 4
+
+
 def test_a_record_longer_than_a_block_is_named():
     # bos, 3 and 4 + eos make 9 tokens, in whole chunks 12.
     blocks, too_long = records(["abc", "abc"], ["wxyz", "xyz"], chunk_size=4, block_tokens=8)
@@ -94,7 +117,7 @@ def read(path, **changes):
 
 
 def test_prompts_are_read_beside_their_completions(tmp_path):
-    pairs = [("two and two is", " four"), ("", "alone"), ("naïve?", " 日本")]
+    pairs = [("two and two is", " four"), ("", "alone"), ("naïve?", " 日本"), ("no answer", "")]
     lines = [json.dumps({"prompt": a, "completion": b, "id": 1}) for a, b in pairs]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     corpus = read(tmp_path / "a.jsonl")
@@ -189,6 +212,15 @@ def test_training_goes_on_from_the_given_parameters(trained, record_file, tmp_pa
     assert all(jax.tree.leaves(changed["backbone"]))
     scored = run("calm_jax.main", "--mode=eval", f"--config=configs/workdir.py:{tmp_path / 'a'}")
     assert "BrierLM" in scored and "at equal context" not in scored
+    # The run has a copy of what it began with.
+    other = tmp_path / "source"
+    shutil.copytree(trained, other)
+    finetune(other, tmp_path / "d", record_file, "--config.lm.training.num_steps=1")
+    shutil.rmtree(tmp_path / "d" / "lm")
+    shutil.rmtree(other)
+    again = f"--config=configs/workdir.py:{tmp_path / 'd'}"
+    run("calm_jax.main", again)
+    jax.tree.map(np.testing.assert_array_equal, params_of(tmp_path / "d", "lm"), source)
     # A run that is trained on is itself a source.
     finetune(tmp_path / "a", tmp_path / "c", record_file, "--config.lm.training.num_steps=1")
 

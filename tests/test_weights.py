@@ -24,6 +24,7 @@ import pytest
 import safetensors.numpy
 
 from calm_jax.errors import UserError
+from calm_jax.interop import pickled as reader
 from calm_jax.interop.pickled import PickleFile
 from calm_jax.interop.weights import Weights
 
@@ -982,3 +983,16 @@ def test_a_pipe_is_no_file(tmp_path):
     assert "has no weights" in refusal(tmp_path)
     os.mkfifo(tmp_path / "model.safetensors.index.json")
     assert "has no weights" in refusal(tmp_path)
+
+
+def test_a_pickle_that_only_stacks_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "_MOST_STACKED", 1000)
+    with pytest.raises(reader._Refused, match="stacks more"):
+        reader._Machine().run(b"\x80\x02" + b"}" * 2000 + b".")
+
+
+def test_a_name_that_is_asked_for_is_cut_to_a_line():
+    program = b"\x80\x02c" + b"a" * 10**6 + b"\nb\n."
+    with pytest.raises(reader._Refused) as refused:
+        reader._Machine().run(program)
+    assert len(str(refused.value)) < 300

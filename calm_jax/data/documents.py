@@ -275,7 +275,7 @@ def read_documents(
     on_bad_record: str,
     skipped: collections.Counter,
 ) -> Iterator[Document]:
-    """The documents of files that are not empty, in order.
+    """The documents of files, in order, without empty ones.
 
     on_bad_record: "raise" makes a `UserError` of the first bad record, "skip" counts it in `skipped` by what is wrong
     with it. Of a damaged file what comes before the damage is kept.
@@ -289,7 +289,8 @@ def read_documents(
             before = _state(file)
             for item in _read_file(file, fields):
                 if isinstance(item, Document):
-                    if item.text:
+                    # After a prompt nothing at all is an answer, too.
+                    if item.text or fields.prompt:
                         yield item
                     continue
                 where, bad = item

@@ -13,6 +13,8 @@ from calm_jax.errors import UserError
 MASKED = -100
 # Documents handed to the tokenizer at once; enough for its own threads, little enough for a progress report.
 _ENCODE_BATCH = 256
+# The lengths of records' blocks are multiples of so many chunks: attention and matrix units like round numbers.
+_RECORD_CHUNKS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +141,8 @@ def pack_records(
 ) -> tuple[Blocks, list[str]]:
     """A record (prompt and completion) a block, as generation sees them: `(blocks, the names of what is too long)`.
 
+    Blocks are as long as the longest record, in groups of chunks, and at most `block_tokens`.
+
     The prompt follows bos, with pads before it so that the completion begins on a chunk boundary; eos and pads up
     to a whole chunk follow the completion. Completion, eos and these pads are the targets.
     """
@@ -154,7 +158,9 @@ def pack_records(
             continue
         rows.append(row)
         given.append(front + 1 + len(prompt))
-    blocks = _filled(rows, config.block_tokens, tokenizer.pad_id)
+    longest = max(map(len, rows), default=0)
+    size = min(config.block_tokens, longest + -longest % (_RECORD_CHUNKS * chunk_size))
+    blocks = _filled(rows, size, tokenizer.pad_id)
     return dataclasses.replace(blocks, num_given=np.asarray(given, int)), too_long
 
 

@@ -8,6 +8,7 @@ is one that evaluation, generation and further training take; its recipe is the 
 checkpoint's model, and the keys that are given. It appears under its name only when it is whole.
 """
 
+import dataclasses
 import pathlib
 import time
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ from calm_jax.interop import names
 from calm_jax.interop.folders import beside, refuse_existing
 from calm_jax.interop.plan import Part, Plan, check_twins, make_plan
 from calm_jax.interop.source import find_tokenizer, folder_of
-from calm_jax.mesh import make_mesh, spec_of
+from calm_jax.mesh import MeshConfig, make_mesh, spec_of
 from calm_jax.workdir import Workdir
 from configs import ar_m, common
 
@@ -88,18 +89,33 @@ def _parameters(part: Part, mesh: Mesh, bar: _Bar) -> Mapping[str, Any]:
     return flax.traverse_util.unflatten_dict(flat, sep="/")
 
 
+def _check_pad_row(part: Part, params: Mapping[str, Any], pad_id: int) -> None:
+    """Raises `UserError` if the backbone's embedding of pads is not zero, as it is in computing whatever is stored."""
+    if params["embed"]["tokens"]["embedding"][pad_id].any():
+        raise UserError(
+            f"{part.weights.folder}: row {pad_id} of transformer.embed_tokens.weight, the pad token's, is not zero: no "
+            "model of the published code has that"
+        )
+
+
 def convert(plan: Plan, path: pathlib.Path) -> None:
     """Writes the workdir of a plan. Raises `UserError` for weights that are damaged, and leaves nothing then."""
     mesh = make_mesh(plan.config.mesh)
-    about = {"config": as_dict(plan.config), "tokenizer": plan.tokenizer.fingerprint}
+    # The mesh of the conversion is not that of whoever uses it.
+    config = dataclasses.replace(plan.config, mesh=MeshConfig(data=-1, fsdp=1, tensor=1))
+    about = {"config": as_dict(config), "tokenizer": plan.tokenizer.fingerprint}
     total = sum(4 * int(np.prod(part.shape(row))) for part in plan.parts for row in part.rows)
     with beside(path) as unfinished, jax.set_mesh(mesh), _Bar(total) as bar:
         workdir = Workdir(unfinished)
         check_twins(plan)
         for part in plan.parts:
-            save_params(workdir.checkpoints(part.stage), _parameters(part, mesh, bar), about)
+            params = _parameters(part, mesh, bar)
+            if part.stage == "lm" and plan.config.has_autoencoder:
+                _check_pad_row(part, params, plan.tokenizer.pad_id)
+            save_params(workdir.checkpoints(part.stage), params, about)
+            del params
         origin = {"architecture": plan.architecture, "left_over": plan.left_over}
-        workdir.create_converted(plan.config, plan.tokenizer, origin)
+        workdir.create_converted(config, plan.tokenizer, origin)
 
 
 def print_plan(plan: Plan) -> None:
@@ -133,7 +149,7 @@ def _print_notes(plan: Plan) -> None:
     for note in plan.notes:
         print(f"note: {note}")
     if plan.twins:
-        print(f"{len(plan.twins)} tensors are there twice")
+        print(f"tensors that are there twice, bitwise the same: {len(plan.twins)}")
     for name in plan.left_over:
         print(f"left over, not used: {name!r}")
 

@@ -12,7 +12,8 @@ from calm_jax.errors import UserError
 def refuse_existing(path: pathlib.Path) -> None:
     """Raises `UserError` if a folder to be made is there already with something in it."""
     try:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        is_taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+        if is_taken or path.is_symlink():
             raise UserError(f"{path} is there already: give another folder, or delete it")
     except OSError as error:
         raise UserError(f"{path} cannot be looked into: {error.strerror}") from error

@@ -38,6 +38,8 @@ _KNOWN = _REBUILD | {_ORDERED_DICT} | {f"torch {name}" for name in _DTYPES}
 # More than any model's description of tensors; their numbers are elsewhere.
 _MOST_PICKLE_BYTES = 2**26
 _MOST_AXES = 8
+# Pickles hand over dicts in groups of a thousand.
+_MOST_STACKED = 2**17
 
 
 class _Refused(Exception):
@@ -132,7 +134,7 @@ def _storage(identity: Any) -> _Storage:
 
 def _dotted(name: str) -> str:
     """A name that may hold anything, as a line can show it."""
-    return repr(name.replace(" ", "."))[1:-1]
+    return repr(name[:200].replace(" ", "."))[1:-1]
 
 
 def _global(name: str) -> _Named:
@@ -153,6 +155,8 @@ class _Machine:
             if opcode.name == "STOP":
                 return self._stack.pop()
             self._do(opcode.name, argument)
+            if len(self._stack) > _MOST_STACKED:
+                raise _Refused("the pickle stacks more than any description of tensors")
         raise _Refused("the pickle has no end")
 
     def _since_mark(self) -> list[Any]:

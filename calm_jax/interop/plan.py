@@ -20,7 +20,7 @@ from calm_jax.errors import UserError
 from calm_jax.interop import names, published
 from calm_jax.interop.published import PublishedConfig
 from calm_jax.interop.source import check_tokenizer
-from calm_jax.interop.weights import Weights
+from calm_jax.interop.weights import Weights, is_file
 from calm_jax.models.autoencoder import AutoencoderConfig
 from calm_jax.tasks import AutoencoderTask, LmTask
 from calm_jax.workdir import make_autoencoder_task, make_lm_task
@@ -126,8 +126,9 @@ def _autoencoder_of(
     if folder is None and config.has("ae_path"):
         named = pathlib.Path(str(config["ae_path"]))
         for candidate in (weights.folder / named.name, named):
-            if (candidate / "config.json").is_file() and candidate != weights.folder:
+            if is_file(candidate / "config.json") and candidate != weights.folder:
                 folder = candidate
+                print(f"autoencoder: that of {str(candidate)!r}, which config.json names")
                 break
     if folder is not None:
         found = _own_autoencoder(folder)
@@ -151,12 +152,21 @@ def _autoencoder_of(
 
 
 def _recipe(
-    base: ConfigDict, sections: Mapping[str, Any], overrides: Mapping[str, Any], chunk_size: int
+    base: ConfigDict,
+    sections: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    chunk_size: int,
+    context_chunks: int,
 ) -> Config:
-    """The published recipe with a checkpoint's model in it, and the user's keys over that."""
+    """The published recipe with a checkpoint's model in it, and the user's keys over that.
+
+    context_chunks: the model's context; 0 if the checkpoint does not say.
+    """
     for key in overrides:
         if key.startswith(_OF_THE_MODEL) and key != _FREE:
             raise UserError(f"--config.{key}: the checkpoint decides this key")
+        if key in ("init_from", "autoencoder.checkpoint"):
+            raise UserError(f"--config.{key}: the parameters are those of the checkpoint")
     with base.unlocked():
         base.chunk_size = chunk_size
         for path, section in sections.items():
@@ -165,6 +175,9 @@ def _recipe(
             for key in above:
                 parent = parent[key]
             parent[last] = ConfigDict(dataclasses.asdict(section))
+    # Positions count chunks.
+    if context_chunks:
+        base.lm.data.block_tokens = context_chunks * chunk_size
     for stage in (base.autoencoder, base.lm):
         stage.data.block_tokens -= stage.data.block_tokens % chunk_size
     base.update_from_flattened_dict(overrides)
@@ -205,7 +218,9 @@ def make_plan(
             sections["lm.head"] = config.head()
     base = recipes[kind != published.AUTOREGRESSIVE]
     base.stage = "autoencoder" if kind == published.AUTOENCODER else "all"
-    ours = _recipe(base, sections, overrides, chunk_size)
+    says_context = kind != published.AUTOENCODER and config.has("max_position_embeddings")
+    context_chunks = config.size("max_position_embeddings") if says_context else 0
+    ours = _recipe(base, sections, overrides, chunk_size, context_chunks)
 
     parts = []
     if autoencoder is not None:

@@ -1,6 +1,5 @@
 """The `config.json` of published checkpoints, as Hugging Face lays them out: read and written."""
 
-import math
 import pathlib
 from typing import Any
 
@@ -63,7 +62,9 @@ class PublishedConfig:
 
     def number(self, key: str) -> float:
         value = self[key]
-        if type(value) not in (int, float) or not math.isfinite(value):
+        # Whole numbers have no infinity, but may be too large for a float.
+        is_number = type(value) in (int, float) and abs(value) < 1e300
+        if not is_number:
             raise UserError(f"{self.path}: {key}={value!r} must be a finite number")
         return float(value)
 

@@ -6,6 +6,7 @@ import re
 from calm_jax.data.tokenizers import ByteTokenizer, Tokenizer, TokenizerConfig, make_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.interop.published import PublishedConfig
+from calm_jax.interop.weights import is_file
 
 # What tokenizers' files are called, the ones that say most first.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
@@ -17,9 +18,13 @@ _PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 def folder_of(source: str, flag: str) -> pathlib.Path:
     """The local folder of a checkpoint, downloaded if it is the hub's. Raises `UserError` if it cannot be had."""
     path = pathlib.Path(source)
-    if path.is_dir():
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{flag}={source!r} cannot be looked at ({error})") from error
+    if is_folder:
         return path
-    if path.exists():
+    if is_there:
         raise UserError(
             f"{flag}={source!r} is a file: give the folder that holds it and config.json"
         )
@@ -73,9 +78,9 @@ def find_tokenizer(name: str, folder: pathlib.Path) -> tuple[Tokenizer, Tokenize
     if name == ByteTokenizer.kind:
         config = TokenizerConfig(name, "", 512)
         return make_tokenizer(config, ()), config
-    if name and not pathlib.Path(name).is_file():
+    if name and not is_file(pathlib.Path(name)):
         raise UserError(f"--tokenizer={name!r} is no file; give one, or 'bytes'")
-    there = [folder / file for file in _TOKENIZER_FILES if (folder / file).is_file()]
+    there = [folder / file for file in _TOKENIZER_FILES if is_file(folder / file)]
     if not name and not there:
         raise UserError(
             f"{folder} has no {' or '.join(_TOKENIZER_FILES[:2])}: give the model's tokenizer with --tokenizer=FILE "

@@ -52,10 +52,17 @@ class _File(Protocol):
     def read(self, name: str) -> np.ndarray: ...
 
 
+def is_file(path: pathlib.Path) -> bool:
+    """Whether there is a regular file; not a pipe, which might never end, and not a name that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def read_json(path: pathlib.Path) -> Any:
     """The JSON of a file; raises `UserError` if it is missing, huge or malformed."""
-    # Not a pipe, which might never end.
-    if not path.is_file():
+    if not is_file(path):
         raise UserError(f"{path} cannot be read: there is no such file")
     try:
         size = path.stat().st_size
@@ -129,11 +136,11 @@ class Weights:
             ("pytorch_model.bin", _PickledFile),
         ):
             index = folder / f"{name}.index.json"
-            if (folder / name).is_file():
+            if is_file(folder / name):
                 file = kind(folder / name)
                 self._file_of = dict.fromkeys(file.tensors, file)
                 break
-            if index.is_file():
+            if is_file(index):
                 self._read_index(index, kind)
                 break
         else:
@@ -154,7 +161,7 @@ class Weights:
             # A shard lies beside its index; anything else is a way out of the folder.
             if file in ("", ".", "..") or len(file) > 255 or any(x in file for x in "/\\\0:"):
                 raise UserError(f"{path} is refused: {file!r} is no name of a file beside it")
-            if not (path.parent / file).is_file():
+            if not is_file(path.parent / file):
                 raise UserError(f"{path} names the shard {file!r}, which is not there")
             files[file] = kind(path.parent / file)
         for file, shard in files.items():
