@@ -260,6 +260,21 @@ def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> N
         )
 
 
+def _refuse_converted(workdir: Workdir) -> None:
+    """Raises `UserError` for converted parameters, which have no optimizer's state to go on with."""
+    if not workdir.is_converted:
+        return
+    has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
+    way_out = (
+        f"--config=configs/finetune.py:{workdir.path}"
+        if has_lm
+        else f"--config.autoencoder.checkpoint={workdir.path}"
+    )
+    raise UserError(
+        f"{workdir.path} holds converted parameters: train on from them in another folder, {way_out} --workdir=DIR"
+    )
+
+
 def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Run:
     """Checks everything that can be checked before long work, then makes or opens the workdir."""
     for name in config.stages:
@@ -275,16 +290,7 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
     if config.data.validation_files and not config.data.train_files:
         raise UserError("data.validation_files needs data.train_files to train on")
     if not fresh:
-        if workdir.is_converted:
-            has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
-            way_out = (
-                f"--config=configs/finetune.py:{workdir.path}"
-                if has_lm
-                else f"--config.autoencoder.checkpoint={workdir.path}"
-            )
-            raise UserError(
-                f"{workdir.path} holds converted parameters: train on from them in another folder, {way_out} --workdir=DIR"
-            )
+        _refuse_converted(workdir)
         workdir.check_config(config, training=True)
     start, _ = _sources(config, workdir, fresh, tokenizer=None)
     _check_autoencoder_stage(config, workdir, fresh)
