@@ -76,7 +76,7 @@ class Text:
         """The validation documents in windows of equal context. Raises `UserError` if none is long enough."""
         config = self._config
         data = config.eval
-        documents = self._whole_documents("validation")
+        documents = self._whole_documents("validation", stride=1)
         blocks = document_windows(
             documents,
             self._tokenizer.pad_id,
@@ -117,7 +117,7 @@ class Text:
     def equal_context_floor(self) -> brier.Score:
         """The same for the equal-context protocol, from all n-grams of the documents: one floor for every K."""
         stride = _stride(sum(map(len, self._encoded["train"])))
-        documents = self._whole_documents("train")[::stride]
+        documents = self._whole_documents("train", stride)
         train_N4 = [
             np.lib.stride_tricks.sliding_window_view(document, ORDERS)
             for document in documents
@@ -147,13 +147,15 @@ class Text:
         counted_BP4 = brier.counted(target_BT, starts_P, self._tokenizer.pad_id)
         return target_BT[:, brier.windows(starts_P)], counted_BP4
 
-    def _whole_documents(self, split: str) -> list[np.ndarray]:
-        """Documents' tokens, with bos and, where the language model is trained on it, eos."""
+    def _whole_documents(self, split: str, stride: int) -> list[np.ndarray]:
+        """Every `stride`-th document's tokens, with bos and, where the language model is trained on it, eos."""
         tokenizer = self._tokenizer
         eos = [tokenizer.eos_id] * self._config.lm.data.append_eos
         return [
             np.concatenate([[tokenizer.bos_id], prompt, ids, eos]).astype(np.int32)
-            for prompt, ids in zip(self._prompts[split], self._encoded[split], strict=True)
+            for prompt, ids in zip(
+                self._prompts[split][::stride], self._encoded[split][::stride], strict=True
+            )
         ]
 
     def _floor(

@@ -42,7 +42,7 @@ class Prefix(NamedTuple):
     length: Array
 
 
-def _growing_pool(
+def complete_chunk(
     model: ChunkModel,
     h_BD: Array,
     key_B: Array,
@@ -50,10 +50,12 @@ def _growing_pool(
     config: "SamplerConfig",
     prefix: Prefix,
 ) -> tuple[Array, Sampled]:
-    """A choice by weight, leave-out, from one pool that doubles until it holds enough of what fits a prefix.
+    """The next chunk given its first tokens, by drawing and keeping what begins so (ours).
 
-    Enough: a number of groups of n equal draws, at T = 1 one draw. First of the results: whether anything
-    fits, bool [B].
+    Whether any of at most `max_draws` draws did, bool [B]; without one the chunk is not defined. The law
+    is p given the prefix, exactly, at T = 1, and nearly its power s below, whatever `sampler` is: the choice is
+    by weight, leave-out, from one pool that doubles until it holds enough of what fits the prefix. Enough: a number
+    of groups of n equal draws, at T = 1 one draw.
     """
     n, a = law.split_exponent(config.temperature)
     # Between whole exponents as for the next one; at T = 1 a single draw tells all.
@@ -112,20 +114,4 @@ def growing(
     anything = Prefix(
         jnp.zeros((len(h_BD), chunk.shape[-1]), jnp.int32), jnp.zeros(len(h_BD), jnp.int32)
     )
-    return _growing_pool(model, h_BD, key_B, active_B, config, anything)[1]
-
-
-def complete_chunk(
-    model: ChunkModel,
-    h_BD: Array,
-    key_B: Array,
-    active_B: Array,
-    config: "SamplerConfig",
-    prefix: Prefix,
-) -> tuple[Array, Sampled]:
-    """The next chunk given its first tokens, by drawing and keeping what begins so (ours).
-
-    Whether any of at most `max_draws` draws did, bool [B]; without one the chunk is not defined. The law
-    is p given the prefix, exactly, at T = 1, and nearly its power s below, whatever `sampler` is.
-    """
-    return _growing_pool(model, h_BD, key_B, active_B, config, prefix)
+    return complete_chunk(model, h_BD, key_B, active_B, config, anything)[1]

@@ -284,10 +284,12 @@ class Workdir:
 
     def load_params(self, stage: str, task: AutoencoderTask | LmTask, mesh: Mesh) -> Params:
         """The latest parameters of a stage, on the mesh."""
-        like = jax.eval_shape(task.init, jax.random.key(0))
-        return checkpoint.load_params(self.checkpoints(stage), like, mesh)
+        return _load(self.checkpoints(stage), task, mesh)
 
     def load_initial(self, stage: str, task: AutoencoderTask | LmTask, mesh: Mesh) -> Params:
         """The parameters that a stage begins with, on the mesh."""
-        like = jax.eval_shape(task.init, jax.random.key(0))
-        return checkpoint.load_params(self.initial(stage), like, mesh)
+        return _load(self.initial(stage), task, mesh)
+
+
+def _load(folder: pathlib.Path, task: AutoencoderTask | LmTask, mesh: Mesh) -> Params:
+    return checkpoint.load_params(folder, jax.eval_shape(task.init, jax.random.key(0)), mesh)

@@ -78,7 +78,7 @@ def _write_random(folder: pathlib.Path, config: Config, tokenizer: Tokenizer) ->
         make_lm_task(config, tokenizer, config.eval.published),
     )
     autoencoder = (
-        names.prefixed(names.autoencoder_rows(config.autoencoder.model), "ae_model."),
+        names.prefixed(names.autoencoder_rows(config.autoencoder.model), names.AUTOENCODER_PREFIX),
         make_autoencoder_task(config, tokenizer),
     )
     dtype = np.dtype(getattr(ml_dtypes, _DTYPE.value, None) or _DTYPE.value)

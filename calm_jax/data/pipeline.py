@@ -47,7 +47,11 @@ class Blocks:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {"tokens": self.tokens[index], "targets": self.targets(np.asarray([index]))[0]}
+        tokens = self.tokens[index]
+        # Nearly all blocks of running text, at every step.
+        is_whole = self.num_valid[index] == tokens.size and not self.num_given[index]
+        targets = tokens if is_whole else self.targets(np.asarray([index]))[0]
+        return {"tokens": tokens, "targets": targets}
 
     def targets(self, index_N: np.ndarray) -> np.ndarray:
         """The targets of some blocks, [N, T]."""

@@ -104,8 +104,7 @@ def convert(plan: Plan, path: pathlib.Path) -> None:
     # The mesh of the conversion is not that of whoever uses it.
     config = dataclasses.replace(plan.config, mesh=MeshConfig(data=-1, fsdp=1, tensor=1))
     about = {"config": as_dict(config), "tokenizer": plan.tokenizer.fingerprint}
-    total = sum(4 * int(np.prod(part.shape(row))) for part in plan.parts for row in part.rows)
-    with beside(path) as unfinished, jax.set_mesh(mesh), _Bar(total) as bar:
+    with beside(path) as unfinished, jax.set_mesh(mesh), _Bar(4 * plan.num_parameters) as bar:
         workdir = Workdir(unfinished)
         check_twins(plan)
         for part in plan.parts:
@@ -120,12 +119,11 @@ def convert(plan: Plan, path: pathlib.Path) -> None:
 
 def print_plan(plan: Plan) -> None:
     """The table of what becomes what."""
-    rows, total = [("parameter", "published tensor", "shape", "from", "MiB")], 0
+    rows = [("parameter", "published tensor", "shape", "from", "MiB")]
     for part in plan.parts:
         for row in part.rows:
             shape = part.shape(row)
             size = 4 * int(np.prod(shape))
-            total += size
             dtypes = {str(part.weights.tensors[name].dtype) for name in row.published_names()}
             rows.append(
                 (
@@ -142,7 +140,8 @@ def print_plan(plan: Plan) -> None:
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
-    print(f"{total // 4:,} parameters, {total / 2**20:,.1f} MiB as float32")
+    size = 4 * plan.num_parameters
+    print(f"{plan.num_parameters:,} parameters, {size / 2**20:,.1f} MiB as float32")
 
 
 def _print_notes(plan: Plan) -> None:
@@ -182,8 +181,8 @@ def main(argv: list[str]) -> None:
         return
     convert(plan, path)
     _print_notes(plan)
-    num_parameters = sum(int(np.prod(part.shape(row))) for part in plan.parts for row in part.rows)
-    print(f"{path} is ready: {num_parameters:,} parameters in {time.monotonic() - began:.1f} s")
+    seconds = time.monotonic() - began
+    print(f"{path} is ready: {plan.num_parameters:,} parameters in {seconds:.1f} s")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ _AE_PATH = flags.DEFINE_string(
     "",
     "where the published code will find the autoencoder; TARGET/autoencoder unless given",
 )
-_INSIDE, _AUTOENCODER_FOLDER = "ae_model.", "autoencoder"
+_AUTOENCODER_FOLDER = "autoencoder"
 
 
 def _tensors(
@@ -99,7 +99,9 @@ def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
             own.mkdir(exist_ok=True)
             _write(own, published.autoencoder_values(config, tokenizer), tensors)
             _write_tokenizer(own, tokenizer)
-            inside = {f"{_INSIDE}{name}": tensor for name, tensor in tensors.items()}
+            inside = {
+                f"{names.AUTOENCODER_PREFIX}{name}": tensor for name, tensor in tensors.items()
+            }
         if has_lm:
             task = make_lm_task(config, tokenizer, config.eval.published)
             rows = (

@@ -212,6 +212,8 @@ def prefixed(rows: list[Row], prefix: str) -> list[Row]:
     return [dataclasses.replace(row, published=prefix + row.published) for row in rows]
 
 
+# What the names of an autoencoder inside a language model begin with.
+AUTOENCODER_PREFIX = "ae_model."
 # Published code that has two names for one tensor saves it under both, or under either. Tables have the first.
 _TWINS = (
     ("mlp_generator.", "generative_head."),

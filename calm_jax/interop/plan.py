@@ -25,7 +25,6 @@ from calm_jax.models.autoencoder import AutoencoderConfig
 from calm_jax.tasks import AutoencoderTask, LmTask
 from calm_jax.workdir import make_autoencoder_task, make_lm_task
 
-_INSIDE = "ae_model."
 # Keys that the checkpoint decides, but for one that changes no number.
 _OF_THE_MODEL = ("chunk_size", "tokenizer.", "autoencoder.model.", "lm.model.", "lm.head.")
 _FREE = "lm.model.remat"
@@ -58,6 +57,10 @@ class Plan:
     twins: list[tuple[tuple[Weights, str], tuple[Weights, str]]]
     left_over: list[str]
     notes: list[str]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(int(np.prod(part.shape(row))) for part in self.parts for row in part.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +96,18 @@ def _autoencoder_inside(weights: Weights) -> _Autoencoder:
     """The autoencoder in a language model's file, which says nothing of it but its tensors' shapes."""
 
     def shape(name: str) -> tuple[int, ...]:
-        for candidate in (f"{_INSIDE}{name}", names.twin(f"{_INSIDE}{name}")):
+        for candidate in (
+            f"{names.AUTOENCODER_PREFIX}{name}",
+            names.twin(f"{names.AUTOENCODER_PREFIX}{name}"),
+        ):
             if candidate in weights.tensors and len(weights.tensors[candidate].shape) == 2:
                 return weights.tensors[candidate].shape
-        raise UserError(f"{weights.folder} has no whole autoencoder: {_INSIDE}{name} is missing")
+        raise UserError(
+            f"{weights.folder} has no whole autoencoder: {names.AUTOENCODER_PREFIX}{name} is missing"
+        )
 
     def layers(part: str) -> int:
-        pattern = re.compile(rf"{_INSIDE}{part}\.{part}_layers\.(\d{{1,6}})\.")
+        pattern = re.compile(rf"{names.AUTOENCODER_PREFIX}{part}\.{part}_layers\.(\d{{1,6}})\.")
         return 1 + max(
             (int(match[1]) for match in map(pattern.match, weights.tensors) if match), default=-1
         )
@@ -113,7 +121,7 @@ def _autoencoder_inside(weights: Weights) -> _Autoencoder:
         num_decoder_layers=layers("decoder"),
     )
     chunk_size = shape("encoder.squeeze_layer.weight")[1] // max(1, width)
-    return _Autoencoder(config, chunk_size, vocab_size, weights, _INSIDE)
+    return _Autoencoder(config, chunk_size, vocab_size, weights, names.AUTOENCODER_PREFIX)
 
 
 def _autoencoder_of(
@@ -132,7 +140,7 @@ def _autoencoder_of(
                 break
     if folder is not None:
         found = _own_autoencoder(folder)
-    elif any(name.startswith(_INSIDE) for name in weights.tensors):
+    elif any(name.startswith(names.AUTOENCODER_PREFIX) for name in weights.tensors):
         found = _autoencoder_inside(weights)
     else:
         named = f" (config.json calls it {config['ae_path']!r})" if config.has("ae_path") else ""
@@ -289,8 +297,8 @@ def _equal_to(
     for other in filter(None, same):
         yield source, other
         # The copy inside a language model, of an autoencoder that came by itself.
-        if autoencoder is not None and other.startswith(_INSIDE):
-            yield autoencoder.weights, other.removeprefix(_INSIDE)
+        if autoencoder is not None and other.startswith(names.AUTOENCODER_PREFIX):
+            yield autoencoder.weights, other.removeprefix(names.AUTOENCODER_PREFIX)
 
 
 def check_twins(plan: Plan) -> None:
