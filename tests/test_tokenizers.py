@@ -8,6 +8,7 @@ import os
 import pathlib
 import random
 
+import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
@@ -71,6 +72,10 @@ def llama3_file() -> pathlib.Path:
     if "CALM_DATA" not in os.environ:
         pytest.skip("needs CALM_DATA, a folder with Llama 3's llama3_tokenizer.model")
     return pathlib.Path(os.environ["CALM_DATA"]) / "llama3_tokenizer.model"
+
+
+def wikitext_file() -> pathlib.Path:
+    return llama3_file().with_name("wikitext_document_level-test.json")
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +243,79 @@ def test_llama3_equals_merging_by_rank(llama3, ranks):
     ]
     words += [" antidisestablishmentarianism", " Donaudampfschifffahrt", "Geschwindigkeit"]
     assert llama3.encode_batch(words) == [encode(word) for word in words]
+
+
+def hugging_face_bpe(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
+    """The same BPE out of another library's parts: vocabulary, merges in the order of their rank, word pattern."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letter = {byte: chr(byte) for byte in printable}
+    letter |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    spell = {token: "".join(letter[byte] for byte in token) for token in ranks}
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        pairs = [(a, b) for a, b in pairs if a in ranks and b in ranks]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [(spell[a], spell[b]) for a, b in pairs]
+    vocabulary = {spell[token]: rank for token, rank in ranks.items()}
+    bpe = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True)
+    )
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    as_letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, as_letters])
+    return bpe
+
+
+SCRIPTS = [
+    "Всё смешалось в доме Облонских, 1873.",
+    "Ἄνδρα μοι ἔννεπε, Μοῦσα, πολύτροπον",
+    "בְּרֵאשִׁית בָּרָא אֱלֹהִים",
+    "بِسْمِ ٱللَّٰهِ ٱلرَّحْمَٰنِ ٱلرَّحِيمِ ٢٠٢٦",
+    "सर्वे मानवाः स्वतन्त्राः १२३",
+    "ทุกคนเกิดมาอิสระ และเท่าเทียมกัน",
+    "吾輩は猫である。名前はまだ無い。ｶﾀｶﾅ",
+    "모든 인간은 태어날 때부터 자유로우며",
+    "人人生而自由，在尊严和权利上一律平等。𠮷𩸽",
+    "ყველა ადამიანი; Բոլոր մարդիկ; ሁሉም ሰዎች; ཐམས་ཅད; ျမန္မာ",
+    "👩🏽‍🚀👨‍👩‍👧‍👦🏴󠁧󠁢󠁥󠁮󠁧󠁿🇫🇷☺️ ❤️‍🔥 1️⃣",
+    "∀x∈ℝ: ⌈x⌉ = −⌊−x⌋; E=mc² ½ ⅻ Ⅳ",
+    "I'm you'RE THEY'Ve 'tis 's 'S's don't",
+    "#include <stdio.h>\nint main(void)\t{ return 0x7fff'ffff; }  // ok\r\n",
+    '<div class="a-b">&nbsp;{{ x | y }}</div>\n\n\n   \n\t\tSELECT * FROM t WHERE a<>1;--',
+    "\\frac{\\partial^2 u}{\\partial t^2}=c^2\\nabla^2u$$  \n \n  x",
+]
+
+
+def test_llama3_equals_an_independent_bpe_on_many_scripts_and_code(llama3, ranks):
+    other = hugging_face_bpe(ranks)
+    source = pathlib.Path(json.__file__).read_text(encoding="utf-8")
+    documents = [json.loads(line)["text"] for line in wikitext_file().open(encoding="utf-8")]
+    texts = [*NASTY, *SCRIPTS, *random_texts(300), source, *documents[:6]]
+    for text, ids in zip(texts, llama3.encode_batch(texts), strict=True):
+        assert ids == other.encode(text, add_special_tokens=False).ids, text[:80]
+        assert llama3.encode_array(text).tolist() == ids
+
+
+def test_a_million_spaces_are_encoded(llama3):
+    """tiktoken alone panics on them."""
+    text = "x" + " " * 1_000_000 + "y" + "\n" * 250_000 + " z"
+    ids = llama3.encode(text)
+    assert llama3.decode(ids) == text
+    assert len(ids) < 30_000
+    assert llama3.encode_batch(["a", text]) == [llama3.encode("a"), ids]
+
+
+def test_arrays_are_the_lists(tokenizer):
+    for text in NASTY:
+        array = tokenizer.encode_array(text)
+        assert array.dtype == np.int32
+        assert array.tolist() == tokenizer.encode(text)
 
 
 def test_tiny_ranks_merge_and_number_as_llama3():

@@ -11,11 +11,15 @@ import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import sentencepiece
+import tiktoken
 import tokenizers
 
 from calm_jax.errors import UserError
@@ -70,6 +74,10 @@ class Tokenizer(abc.ABC):
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """The same as an array, int32."""
+        return np.asarray(self.encode(text), np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids; bos, eos and pad are left out."""
@@ -145,16 +153,12 @@ class Llama3Tokenizer(Tokenizer):
     """
 
     kind = "llama3"
-    # How Llama 3 cuts text into words before BPE (published with its tokenizer).
-    _WORDS = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
     _NUM_SPECIAL = 256
     _BOS, _EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
     def __init__(self, model: bytes):
         super().__init__(model)
+        self._bpe: _JsonBpe | _RanksBpe
         if model.lstrip()[:1] == b"{":
             self._read_json(model)
         else:
@@ -162,20 +166,18 @@ class Llama3Tokenizer(Tokenizer):
 
     def _read_json(self, model: bytes) -> None:
         try:
-            self._bpe = tokenizers.Tokenizer.from_str(model.decode("utf-8"))
+            bpe = tokenizers.Tokenizer.from_str(model.decode("utf-8"))
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"tokenizer: the file is no tokenizer.json ({error})") from error
         for name, token in (("bos_id", self._BOS), ("eos_id", self._EOS)):
-            token_id = self._bpe.token_to_id(token)
+            token_id = bpe.token_to_id(token)
             if token_id is None:
                 raise UserError(f"tokenizer: tokenizer.json has no {token}, as Llama 3's has")
             setattr(self, name, token_id)
-        self._bpe.encode_special_tokens = True
-        self._bpe.no_truncation()
-        self._bpe.no_padding()
-        pad_id = self._bpe.token_to_id("[PAD]")
-        self.pad_id = self._bpe.get_vocab_size() if pad_id is None else pad_id
-        self.vocab_size = max(self.pad_id + 1, self._bpe.get_vocab_size())
+        pad_id = bpe.token_to_id("[PAD]")
+        self.pad_id = bpe.get_vocab_size() if pad_id is None else pad_id
+        self.vocab_size = max(self.pad_id + 1, bpe.get_vocab_size())
+        self._bpe = _JsonBpe(bpe)
 
     def _read_ranks(self, model: bytes) -> None:
         ranks: dict[bytes, int] = {}
@@ -195,38 +197,75 @@ class Llama3Tokenizer(Tokenizer):
         self.bos_id, self.eos_id = len(ranks), len(ranks) + 1
         self.pad_id = len(ranks) + self._NUM_SPECIAL
         self.vocab_size = self.pad_id + 1
-
-        letter = _byte_letters()
-        spell = {token: "".join(letter[byte] for byte in token) for token in ranks}
-        merges = []
-        for token in sorted(ranks, key=ranks.__getitem__):
-            pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-            pairs = [(a, b) for a, b in pairs if a in ranks and b in ranks]
-            pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-            merges += [(spell[a], spell[b]) for a, b in pairs]
-        vocabulary = {spell[token]: rank for token, rank in ranks.items()}
-        self._bpe = tokenizers.Tokenizer(
-            tokenizers.models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True)
-        )
-        words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(self._WORDS), "isolated")
-        as_letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        self._bpe.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, as_letters])
-        self._bpe.decoder = tokenizers.decoders.ByteLevel()
+        self._bpe = _RanksBpe(ranks)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded = self._bpe.encode_batch(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encoded]
+        return self._bpe.encode_batch(texts)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return self._bpe.encode_array(text)
 
     def _decode_text(self, ids: list[int]) -> str:
         return self._bpe.decode(ids)
 
 
-def _byte_letters() -> dict[int, str]:
-    """GPT-2's printable letter for each byte, which byte-level BPE vocabularies are written in."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable}
-    return letters | {byte: chr(256 + place) for place, byte in enumerate(others)}
+class _JsonBpe:
+    """What tokenizer.json describes."""
+
+    def __init__(self, bpe: tokenizers.Tokenizer):
+        self._bpe = bpe
+        bpe.encode_special_tokens = True
+        bpe.no_truncation()
+        bpe.no_padding()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encoded = self._bpe.encode_batch(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.asarray(self._bpe.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._bpe.decode(ids)
+
+
+class _RanksBpe:
+    """What the ranks describe, by tiktoken: four times as fast as the same BPE in `tokenizers`."""
+
+    # How Llama 3 cuts text into words before BPE (published with its tokenizer).
+    _WORDS = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    # tiktoken's stack overflows on a million spaces in a row; text is cut behind so many.
+    _MOST_SPACES = 100_000
+    _LONG_SPACES = re.compile(rf"\s{{{_MOST_SPACES}}}")
+
+    def __init__(self, ranks: dict[bytes, int]):
+        self._num_ranks = len(ranks)
+        self._bpe = tiktoken.Encoding(
+            "llama3", pat_str=self._WORDS, mergeable_ranks=ranks, special_tokens={}
+        )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if any(len(self._parts(text)) > 1 for text in texts):
+            return [self.encode_array(text).tolist() for text in texts]
+        return self._bpe.encode_ordinary_batch(list(texts))
+
+    def encode_array(self, text: str) -> np.ndarray:
+        parts = [
+            self._bpe.encode_to_numpy(part, disallowed_special=()) for part in self._parts(text)
+        ]
+        return np.concatenate(parts).astype(np.int32, copy=False)
+
+    def _parts(self, text: str) -> list[str]:
+        if len(text) < self._MOST_SPACES:
+            return [text]
+        cuts = [0, *(match.end() for match in self._LONG_SPACES.finditer(text)), len(text)]
+        return [text[a:b] for a, b in itertools.pairwise(cuts)]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._bpe.decode([token for token in ids if token < self._num_ranks])
 
 
 KINDS = {cls.kind: cls for cls in (SentencePieceTokenizer, Llama3Tokenizer, ByteTokenizer)}
