@@ -4,7 +4,6 @@ import dataclasses
 import pathlib
 from typing import Any
 
-import grain
 import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
@@ -13,7 +12,7 @@ from calm_jax.errors import UserError
 from calm_jax.mesh import shardings
 
 # Items of a checkpoint: parameters by themselves, so that they load without the optimizer.
-_PARAMS, _TRAINING, _DATA, _ABOUT = "params", "training", "data", "about"
+_PARAMS, _TRAINING, _ABOUT = "params", "training", "about"
 # Of parameters that are written to save memory.
 _CHUNK_BYTES, _FILE_BYTES = 2**25, 2**27
 
@@ -55,14 +54,11 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         return self._manager.latest_step()
 
-    def save(
-        self, step: int, params: Any, training: Any, data: grain.DatasetIterator, about: dict
-    ) -> None:
+    def save(self, step: int, params: Any, training: Any, about: dict) -> None:
         """Starts a save of step `step`. Raises `UserError` if it, or the one before, cannot be written."""
         items = {
             _PARAMS: ocp.args.StandardSave(params),
             _TRAINING: ocp.args.StandardSave(training),
-            _DATA: grain.checkpoint.CheckpointSave(data),
             _ABOUT: ocp.args.JsonSave(about),
         }
         try:
@@ -77,17 +73,11 @@ class Checkpointer:
         except (OSError, ValueError, RuntimeError) as error:
             raise _cannot_write(self.folder, error) from error
 
-    def restore(
-        self, params: Any, training: Any, data: grain.DatasetIterator, mesh: Mesh
-    ) -> tuple[Any, Any]:
-        """The latest checkpoint's (params, training), shaped and laid out like the arguments.
-
-        `data` continues where it was saved.
-        """
+    def restore(self, params: Any, training: Any, mesh: Mesh) -> tuple[Any, Any]:
+        """The latest checkpoint's (params, training), shaped and laid out like the arguments."""
         items = {
             _PARAMS: ocp.args.StandardRestore(_abstract(params, mesh)),
             _TRAINING: ocp.args.StandardRestore(_abstract(training, mesh)),
-            _DATA: grain.checkpoint.CheckpointRestore(data),
         }
         try:
             restored = self._manager.restore(self.latest_step, args=ocp.args.Composite(**items))

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from calm_jax.config import nearest
-from calm_jax.errors import Interrupted, UserError
+from calm_jax.errors import Interrupted, UserError, nearest
 from calm_jax.interrupt import EndOnSignal
 
 # sysexits.h EX_TEMPFAIL, "try again later": launch scripts turn it into a restart.

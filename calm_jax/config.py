@@ -1,7 +1,6 @@
 """The resolved config: frozen, validated dataclasses made from a ConfigDict, and what must not change on resume."""
 
 import dataclasses
-import difflib
 import json
 import math
 import types
@@ -10,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from calm_jax.checkpoint import CheckpointConfig
+from calm_jax.data.blocks import BlockConfig
 from calm_jax.data.corpus import DataConfig
-from calm_jax.data.pipeline import BlockConfig
 from calm_jax.data.tokenizers import TokenizerConfig
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, nearest
 from calm_jax.evaluate import EvalConfig
 from calm_jax.generation import SampleConfig
 from calm_jax.heads import HEADS, LATENT_HEADS, HeadConfig
@@ -144,12 +143,6 @@ class Config:
         """The stages that `stage` asks for, in order."""
         asked = ("autoencoder", "lm") if self.stage == "all" else (self.stage,)
         return asked if self.has_autoencoder else ("lm",)
-
-
-def nearest(name: str, names: list[str]) -> str:
-    """A hint at the name that was meant."""
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
 
 
 def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:

@@ -1,4 +1,6 @@
-"""The two exceptions that mean something to whoever typed the command."""
+"""The two exceptions that mean something to whoever typed the command, and a hint for them."""
+
+import difflib
 
 
 class UserError(Exception):
@@ -13,3 +15,9 @@ class Interrupted(BaseException):
 
     Like KeyboardInterrupt it is no Exception, so that nothing on the way out takes it for a failure.
     """
+
+
+def nearest(name: str, names: list[str]) -> str:
+    """A hint at the name that was meant."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"

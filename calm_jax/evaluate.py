@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from calm_jax.brier import ORDERS, Protocol
-from calm_jax.data.pipeline import Blocks, evaluation_batches
+from calm_jax.data.blocks import Blocks
+from calm_jax.data.pipeline import evaluation_batches
 from calm_jax.errors import UserError
 from calm_jax.mesh import global_batch
 from calm_jax.samplers import SAMPLERS

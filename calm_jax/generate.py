@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
+from calm_jax.atomic import write_atomically
 from calm_jax.command import command, parse_flags
 from calm_jax.errors import UserError
 from calm_jax.generation import SampleConfig
-from calm_jax.metrics import write_atomically
 from calm_jax.text import Continuation, Generator, Prompt
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import pathlib
 import sys
 import time
@@ -13,6 +12,7 @@ import rich.console
 import rich.progress
 import tensorboardX
 
+from calm_jax.atomic import write_atomically
 from calm_jax.errors import UserError
 
 
@@ -24,16 +24,6 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Writes a file beside its place and moves it there, so that it is never half-written."""
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def finite(value: Any) -> Any:

@@ -8,8 +8,7 @@ import numpy as np
 from calm_jax import brier
 from calm_jax.brier import ORDERS
 from calm_jax.config import Config
-from calm_jax.data.corpus import Corpus, load_corpus
-from calm_jax.data.pipeline import (
+from calm_jax.data.blocks import (
     MASKED,
     BlockConfig,
     Blocks,
@@ -19,6 +18,10 @@ from calm_jax.data.pipeline import (
     pack_completions,
     pack_records,
 )
+from calm_jax.data.corpus import Corpus, Source, load_corpus
+from calm_jax.data.documents import Document
+from calm_jax.data.pipeline import BlockSource, TrainingText
+from calm_jax.data.shards import PreparedText, prepared_blocks
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 
@@ -27,56 +30,89 @@ from calm_jax.errors import UserError
 _FLOOR_NGRAMS = 2**23
 
 
-def _stride(num_ngrams: int) -> int:
-    return -(-num_ngrams // _FLOOR_NGRAMS) or 1
-
-
 def read_corpus(config: Config) -> Corpus:
-    """The config's text; says what was left out."""
-    corpus = load_corpus(config.data)
+    """What the config's stages need of its text; says what was left out."""
+    trains_autoencoder = "autoencoder" in config.stages and not config.autoencoder_source
+    has_own = bool(config.data.autoencoder_files)
+    corpus = load_corpus(
+        config.data,
+        with_train="lm" in config.stages or not has_own,
+        with_autoencoder=trains_autoencoder,
+    )
     for reason, count in corpus.skipped.items():
-        print(f"data: {count} records left out: {reason}")
+        if count:
+            print(f"data: {count} records left out: {reason}")
     return corpus
 
 
+class _InMemory:
+    """Documents with their tokens; those of prompts are empty where there are none."""
+
+    def __init__(self, documents: list[Document], tokenizer: Tokenizer, has_prompts: bool):
+        self.documents = documents
+        self.encoded = encode_documents([document.text for document in documents], tokenizer)
+        nothing = np.zeros(0, np.int32)
+        self.prompts = (
+            encode_documents([document.prompt for document in documents], tokenizer)
+            if has_prompts
+            else [nothing] * len(documents)
+        )
+
+
 class Text:
-    """The recipe's text: read once, packed once for each stage and split that is asked for."""
+    """The recipe's text: tokenised once, packed once for each stage and split that is asked for."""
 
     def __init__(self, config: Config, corpus: Corpus, tokenizer: Tokenizer):
-        self._config, self._tokenizer = config, tokenizer
-        self._documents = {"train": corpus.train, "validation": corpus.validation}
-        self._encoded = {
-            split: encode_documents([document.text for document in documents], tokenizer)
-            for split, documents in self._documents.items()
+        self._config, self._corpus, self._tokenizer = config, corpus, tokenizer
+        for prepared in corpus.prepared:
+            _check_tokenizer(prepared, tokenizer)
+        self._validation = self._in_memory(corpus.validation)
+        self._sources = [self._opened(source) for source in corpus.sources]
+        own = corpus.autoencoder_sources is not corpus.sources
+        self._autoencoder_sources = (
+            [self._opened(source) for source in corpus.autoencoder_sources]
+            if own
+            else self._sources
+        )
+        self._weights = {
+            "lm": config.data.mixture,
+            "autoencoder": () if own else config.data.mixture,
         }
-        nothing = np.zeros(0, np.int32)
-        self._prompts = {
-            split: encode_documents([document.prompt for document in documents], tokenizer)
-            if config.data.prompt_field
-            else [nothing] * len(documents)
-            for split, documents in self._documents.items()
-        }
-        self._packed: dict[tuple[str, str], Blocks] = {}
+        self._training: dict[str, TrainingText] = {}
+        self._scored_blocks: dict[str, Blocks] = {}
+
+    def _in_memory(self, documents: list[Document]) -> _InMemory:
+        return _InMemory(documents, self._tokenizer, bool(self._config.data.prompt_field))
+
+    def _opened(self, source: Source) -> _InMemory | PreparedText:
+        return source if isinstance(source, PreparedText) else self._in_memory(source)
 
     @property
     def has_train(self) -> bool:
         """Whether there is training text, which scoring can do without."""
-        return bool(self._encoded["train"])
+        return bool(self._sources)
 
-    def blocks(self, name: str, split: str) -> Blocks:
-        """A stage's blocks of "train" or "validation". Raises `UserError` if there is not enough text for one training block.
+    def training(self, name: str) -> TrainingText:
+        """What a stage is trained on. Raises `UserError` if there is not enough text for one block."""
+        if name not in self._training:
+            sources = self._autoencoder_sources if name == "autoencoder" else self._sources
+            blocks = [self._training_blocks(name, source) for source in sources]
+            self._training[name] = TrainingText(blocks, self._weights[name])
+        return self._training[name]
 
-        Validation text is never filled in front, and none of it is dropped.
-        """
-        if (name, split) not in self._packed:
-            self._packed[name, split] = self._pack(name, split)
-        return self._packed[name, split]
+    def validation(self, name: str) -> Blocks:
+        """A stage's validation blocks: never filled in front, and none of the text is dropped."""
+        if name not in self._scored_blocks:
+            data = getattr(self._config, name).data
+            data = dataclasses.replace(data, front_fill="none", packing="windows")
+            self._scored_blocks[name] = self._pack(name, "validation", self._validation, data)
+        return self._scored_blocks[name]
 
     def windows(self) -> Blocks:
         """The validation documents in windows of equal context. Raises `UserError` if none is long enough."""
         config = self._config
         data = config.eval
-        documents = self._whole_documents("validation", stride=1)
+        documents = self._whole_documents(self._validation, stride=1)
         blocks = document_windows(
             documents,
             self._tokenizer.pad_id,
@@ -106,21 +142,24 @@ class Text:
         Those of n-grams that start where a chunk does.
         """
         config = self._config
-        blocks, size = self.blocks("lm", "train"), config.chunk_size
-        step = _stride(blocks.tokens.size // size)
-        train_BT = blocks.targets(np.arange(0, len(blocks), step))
+        text, size = self.training("lm"), config.chunk_size
+        train_BT = text.targets(_FLOOR_NGRAMS * size // text.block_tokens)
         window_P4 = brier.windows(np.arange(0, train_BT.shape[1] - ORDERS + 1, size))
         train_N4 = train_BT[:, window_P4].reshape(-1, ORDERS)
         train_N4 = train_N4[(train_N4 != MASKED).all(1)]
-        return self._floor(train_N4, self.blocks("lm", "validation"), config.eval.published)
+        return self._floor(train_N4, self.validation("lm"), config.eval.published)
 
     def equal_context_floor(self) -> brier.Score:
         """The same for the equal-context protocol, from all n-grams of the documents: one floor for every K."""
-        stride = _stride(sum(map(len, self._encoded["train"])))
-        documents = self._whole_documents("train", stride)
+        num_tokens = sum(
+            source.num_tokens if isinstance(source, PreparedText) else sum(map(len, source.encoded))
+            for source in self._sources
+        )
+        stride = -(-num_tokens // _FLOOR_NGRAMS) or 1
         train_N4 = [
             np.lib.stride_tricks.sliding_window_view(document, ORDERS)
-            for document in documents
+            for source in self._sources
+            for document in self._whole_documents(source, stride)
             if len(document) >= ORDERS
         ]
         return self._floor(
@@ -130,7 +169,7 @@ class Text:
     def check_scored(self) -> None:
         """Raises `UserError` if no n-gram of the validation text is ever predicted."""
         config = self._config
-        _, counted_BP4 = self._scored(self.blocks("lm", "validation"), config.eval.published)
+        _, counted_BP4 = self._scored(self.validation("lm"), config.eval.published)
         if not counted_BP4[..., -1].any():
             if config.data.prompt_field:
                 print(f"lm: no held-out completion has {ORDERS} tokens: there will be no BrierLM")
@@ -147,15 +186,15 @@ class Text:
         counted_BP4 = brier.counted(target_BT, starts_P, self._tokenizer.pad_id)
         return target_BT[:, brier.windows(starts_P)], counted_BP4
 
-    def _whole_documents(self, split: str, stride: int) -> list[np.ndarray]:
+    def _whole_documents(self, source: _InMemory | PreparedText, stride: int) -> list[np.ndarray]:
         """Every `stride`-th document's tokens, with bos and, where the language model is trained on it, eos."""
         tokenizer = self._tokenizer
+        if isinstance(source, PreparedText):
+            return [tokens[tokens != tokenizer.pad_id] for tokens in source.documents(stride)]
         eos = [tokenizer.eos_id] * self._config.lm.data.append_eos
         return [
             np.concatenate([[tokenizer.bos_id], prompt, ids, eos]).astype(np.int32)
-            for prompt, ids in zip(
-                self._prompts[split][::stride], self._encoded[split][::stride], strict=True
-            )
+            for prompt, ids in zip(source.prompts[::stride], source.encoded[::stride], strict=True)
         ]
 
     def _floor(
@@ -164,24 +203,30 @@ class Text:
         target_BP4, counted_BP4 = self._scored(validation, protocol)
         return brier.frequency_floor(train_N4, np.maximum(target_BP4, 0), counted_BP4)
 
-    def _pack(self, name: str, split: str) -> Blocks:
+    def _training_blocks(self, name: str, source: _InMemory | PreparedText) -> BlockSource:
         config, data = self._config, getattr(self._config, name).data
+        if not isinstance(source, PreparedText):
+            return self._pack(name, "train", source, data)
+        _check_prepared(source, name, data, config.chunk_size)
+        blocks = prepared_blocks(source, data.block_tokens, data.packing)
+        if not len(blocks):
+            raise UserError(
+                f"{name}: {source.folder} has {source.num_tokens} tokens, and one block needs {data.block_tokens}: give "
+                "more text, or a smaller data.block_tokens"
+            )
+        return blocks
+
+    def _pack(self, name: str, split: str, text: _InMemory, data: BlockConfig) -> Blocks:
+        config = self._config
         if config.data.prompt_field and name == "lm":
-            return self._pack_records(split, data)
+            return self._pack_records(split, text, data)
         keep_remainder, what = split == "validation", f"{name}: the {split} text"
         if config.data.prompt_field:
             return pack_completions(
-                self._encoded[split],
-                self._tokenizer,
-                data,
-                config.chunk_size,
-                keep_remainder,
-                what,
+                text.encoded, self._tokenizer, data, config.chunk_size, keep_remainder, what
             )
-        if split == "validation":
-            data = dataclasses.replace(data, front_fill="none")
         return pack(
-            self._encoded[split],
+            text.encoded,
             self._tokenizer,
             data,
             config.chunk_size,
@@ -190,13 +235,13 @@ class Text:
             what,
         )
 
-    def _pack_records(self, split: str, data: BlockConfig) -> Blocks:
+    def _pack_records(self, split: str, text: _InMemory, data: BlockConfig) -> Blocks:
         config = self._config
-        names = [document.name for document in self._documents[split]]
+        names = [document.name for document in text.documents]
         blocks, too_long = pack_records(
             names,
-            self._prompts[split],
-            self._encoded[split],
+            text.prompts,
+            text.encoded,
             self._tokenizer,
             data,
             config.chunk_size,
@@ -212,3 +257,36 @@ class Text:
         if not len(blocks):
             raise UserError(f"lm: the {split} text has no record that fits {way_out}")
         return blocks
+
+
+def _check_tokenizer(text: PreparedText, tokenizer: Tokenizer) -> None:
+    theirs = text.index["tokenizer"]["fingerprint"]
+    if theirs != tokenizer.fingerprint:
+        raise UserError(
+            f"{text.folder} was prepared with another tokenizer ({theirs}) than this run's ({tokenizer.fingerprint}): "
+            f"prepare it with that one, or leave tokenizer.path out in a new --workdir to take {text.folder}'s"
+        )
+
+
+def _check_prepared(text: PreparedText, name: str, data: BlockConfig, chunk_size: int) -> None:
+    """Raises `UserError` unless a stage's text was prepared as the stage asks for."""
+    asked: dict[str, object] = {
+        "append_eos": data.append_eos,
+        "align_documents_to_chunks": data.align_documents_to_chunks,
+        "front_fill": data.front_fill,
+    }
+    if data.align_documents_to_chunks or data.front_fill != "none":
+        asked["chunk_size"] = chunk_size
+    is_published = text.options["packing"] == "published"
+    asked["packing"] = "published" if data.packing == "published" else "all"
+    if is_published and data.packing == "published":
+        asked["block_tokens"] = data.block_tokens
+    for option, ours in asked.items():
+        theirs = text.options[option]
+        if ours != theirs:
+            key = option if option == "chunk_size" else f"{name}.data.{option}"
+            value = "windows" if (option, theirs) == ("packing", "all") else theirs
+            raise UserError(
+                f"{text.folder} was prepared with --{option}={theirs}, and {key} asks for {ours!r}: prepare the text with "
+                f"--{option}={ours}, or give --config.{key}={value}"
+            )

@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from calm_jax import brier
-from calm_jax.data.pipeline import Blocks
+from calm_jax.data.blocks import Blocks
 from calm_jax.evaluate import EvalConfig, part_of
 from calm_jax.generation import Bind
 from calm_jax.sampler_search import Sampled

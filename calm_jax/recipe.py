@@ -13,13 +13,15 @@ from jax.sharding import Mesh
 
 from calm_jax import brier, checkpoint, plane, report
 from calm_jax import text as text_lib
+from calm_jax.atomic import write_atomically
 from calm_jax.checkpoint import Checkpointer
 from calm_jax.config import Config, as_dict
-from calm_jax.data.tokenizers import Tokenizer, make_tokenizer
+from calm_jax.data.corpus import Corpus
+from calm_jax.data.tokenizers import Tokenizer, check_path, make_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.evaluate import Evaluator
 from calm_jax.mesh import check_batch, make_mesh
-from calm_jax.metrics import MetricsLog, finite, write_atomically
+from calm_jax.metrics import MetricsLog, finite
 from calm_jax.packed import Text, read_corpus
 from calm_jax.tasks import AutoencoderTask, LmTask, Params
 from calm_jax.train import Profile, Stage, Trainer
@@ -49,7 +51,7 @@ class Run:
         return Evaluator(
             name,
             self.task(name),
-            self.text.blocks(name, "validation"),
+            self.text.validation(name),
             self.config.eval,
             self.mesh,
         )
@@ -67,7 +69,8 @@ class Run:
             self.task(name),
             frozen,
             self._initial(name),
-            self.text.blocks(name, "train"),
+            self.text.training(name),
+            self.config.data.read_threads,
             evaluator,
             config.training,
             config.optimizer,
@@ -213,6 +216,22 @@ def _sources(
     return start, taken
 
 
+def _first_tokenizer(config: Config, corpus: Corpus, start: Workdir | None) -> Tokenizer:
+    """A new run's: of the model that is trained on, of the prepared text, or the config's."""
+    if start is not None:
+        return start.tokenizer
+    for text in corpus.prepared:
+        theirs = text.tokenizer
+        if theirs.kind != config.tokenizer.kind:
+            raise UserError(
+                f"{text.folder} was prepared with a tokenizer of tokenizer.kind={theirs.kind!r}, this recipe has "
+                f"{config.tokenizer.kind!r}: give --config.tokenizer.kind={theirs.kind}"
+            )
+        return theirs
+    documents = corpus.train or corpus.autoencoder_train
+    return make_tokenizer(config.tokenizer, (document.text for document in documents))
+
+
 def _check_tokenizer_file(config: Config, tokenizer: Tokenizer) -> None:
     """Raises `UserError` if the config names a tokenizer that is not the workdir's; it may be gone."""
     path = config.tokenizer.path
@@ -293,27 +312,25 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
         _refuse_converted(workdir)
         workdir.check_config(config, training=True)
     start, _ = _sources(config, workdir, fresh, tokenizer=None)
+    if fresh and start is None and not config.data.has_prepared:
+        check_path(config.tokenizer)
     _check_autoencoder_stage(config, workdir, fresh)
     print("data: reading and tokenising", flush=True)
     corpus = read_corpus(config)
     if fresh:
-        # A model that is trained on keeps its tokenizer.
-        tokenizer = (
-            make_tokenizer(config.tokenizer, (doc.text for doc in corpus.train))
-            if start is None
-            else start.tokenizer
-        )
+        tokenizer = _first_tokenizer(config, corpus, start)
     else:
         workdir.check_corpus(corpus)
         tokenizer = workdir.tokenizer
-    if not fresh or start is not None:
+    if not fresh or start is not None or corpus.prepared:
         _check_tokenizer_file(config, tokenizer)
     _, autoencoder = _sources(config, workdir, fresh, tokenizer)
     text = Text(config, corpus, tokenizer)
     for name in config.stages:
-        text.blocks(name, "train")
+        if not (name == "autoencoder" and config.autoencoder_source):
+            text.training(name)
     if config.has_autoencoder:
-        text.blocks("autoencoder", "validation")
+        text.validation("autoencoder")
     if "lm" in config.stages:
         text.check_scored()
     if overwrite:
@@ -321,6 +338,7 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
     if fresh:
         workdir.create(config, tokenizer, corpus)
     else:
+        workdir.add_corpus(corpus)
         # One stage may be trained at a time; the recipe stays whole.
         workdir.store_config(dataclasses.replace(config, stage=workdir.config.stage))
     if autoencoder is not None:
@@ -422,7 +440,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
                     run.lm_task,
                     params,
                     frozen,
-                    run.text.blocks("lm", "validation"),
+                    run.text.validation("lm"),
                     config.eval,
                     ways,
                     run.tokenizer.pad_id,

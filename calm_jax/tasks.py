@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from calm_jax import brier
-from calm_jax.data.pipeline import MASKED
+from calm_jax.data.blocks import MASKED
 from calm_jax.losses import Posterior, cross_entropy
 from calm_jax.mesh import rows_per_device
 from calm_jax.models.autoencoder import Autoencoder

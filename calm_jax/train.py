@@ -13,7 +13,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from calm_jax.checkpoint import Checkpointer
-from calm_jax.data.pipeline import MASKED, Blocks, training_batches
+from calm_jax.data.blocks import MASKED
+from calm_jax.data.pipeline import TrainingText, training_batches
 from calm_jax.errors import Interrupted, UserError
 from calm_jax.evaluate import Evaluator
 from calm_jax.interrupt import NoteSignal
@@ -50,7 +51,7 @@ class TrainingConfig:
 
 
 class TrainState(NamedTuple):
-    """All that a step reads and writes; with the data iterator's state, all that a resume needs.
+    """All that a step reads and writes, and all that a resume needs: step n takes the n-th batch of the data.
 
     metrics: sums since the last log. nonfinite: updates skipped in a row, and in all.
     """
@@ -196,7 +197,8 @@ class Stage:
     task: Task
     frozen: Params
     initial: Callable[[], Params] | None
-    blocks: Blocks
+    text: TrainingText
+    read_threads: int
     evaluator: Evaluator
     training: TrainingConfig
     optimizer: OptimizerConfig
@@ -224,13 +226,10 @@ class Trainer:
         self._stage, self._part_blocks, self._mesh = stage, part_blocks, mesh
         self._checkpointer, self._log = checkpointer, log
         self._about, self._profile = about, profile
-        config, blocks = stage.training, stage.blocks
+        config = stage.training
         optimizer = make_optimizer(stage.optimizer, config.num_steps)
         self._schedule = make_schedule(stage.optimizer, config.num_steps)
-        self._data = training_batches(
-            blocks, config.batch_size, seed, jax.process_index(), jax.process_count()
-        )
-        shape = jax.ShapeDtypeStruct((config.batch_size, blocks.tokens.shape[1]), jnp.int32)
+        shape = jax.ShapeDtypeStruct((config.batch_size, stage.text.block_tokens), jnp.int32)
         batch = {"tokens": shape, "targets": shape}
         init_key = stream(seed, f"init/{stage.name}")
         self._state = init_state(stage.task, optimizer, stage.frozen, batch, init_key, mesh)
@@ -240,6 +239,14 @@ class Trainer:
         elif stage.initial is not None:
             self._state = self._state._replace(params=stage.initial())
         self._first_step = int(self._state.step)
+        self._data = training_batches(
+            stage.text.rows(seed),
+            config.batch_size,
+            self._first_step,
+            jax.process_index(),
+            jax.process_count(),
+            stage.read_threads,
+        )
         log.cut_back(stage.name, self._first_step)
         self._update = jax.jit(
             make_step(stage.task, optimizer, config, stream(seed, f"train/{stage.name}"), pad_id),
@@ -251,7 +258,7 @@ class Trainer:
 
     def _restore(self) -> None:
         params, rest = self._checkpointer.restore(
-            self._state.params, self._all_but_params(), self._data, self._mesh
+            self._state.params, self._all_but_params(), self._mesh
         )
         # A new run has its own patience with updates that are not finite.
         self._state = TrainState(params=params, **rest | {"nonfinite_streak": jnp.int32(0)})
@@ -266,7 +273,7 @@ class Trainer:
             # Nothing is saved of a state that stands still, under the number of a step it never took.
             self._check_finite()
             rest = self._all_but_params()
-            self._checkpointer.save(step, self._state.params, rest, self._data, self._about)
+            self._checkpointer.save(step, self._state.params, rest, self._about)
             self._saved_step = step
 
     def run(self) -> Params:

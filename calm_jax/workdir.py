@@ -22,14 +22,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from calm_jax import checkpoint
+from calm_jax.atomic import write_atomically
 from calm_jax.brier import Protocol
 from calm_jax.config import Config, as_dict, as_json, differing_keys, resolve
-from calm_jax.data.corpus import Corpus, Document
+from calm_jax.data.corpus import Corpus, Source
+from calm_jax.data.documents import Document
+from calm_jax.data.shards import PreparedText
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.heads import LATENT_HEADS
 from calm_jax.heads.softmax import SoftmaxHead
-from calm_jax.metrics import write_atomically
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.calm import CALM
@@ -111,15 +113,34 @@ def fingerprint(documents: Sequence[Document]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _describe(corpus: Corpus) -> dict:
-    return {
-        name: {
-            "documents": len(documents),
-            "characters": sum(len(document.text) for document in documents),
-            "fingerprint": fingerprint(documents),
+def _describe_source(source: Source) -> dict:
+    if isinstance(source, PreparedText):
+        return {
+            "documents": source.num_documents,
+            "tokens": source.num_tokens,
+            "fingerprint": source.fingerprint,
         }
-        for name, documents in (("train", corpus.train), ("validation", corpus.validation))
+    return {
+        "documents": len(source),
+        "characters": sum(len(document.text) for document in source),
+        "fingerprint": fingerprint(source),
     }
+
+
+def _describe(corpus: Corpus) -> dict[str, dict]:
+    """Of each source of each text; of a text of one source just that."""
+    own = () if corpus.autoencoder_sources is corpus.sources else corpus.autoencoder_sources
+    texts = {"train": corpus.sources, "autoencoder": own, "validation": (corpus.validation,)}
+    described = {}
+    for name, sources in texts.items():
+        for number, source in enumerate(sources):
+            described[name if number == 0 else f"{name} {number + 1}"] = _describe_source(source)
+    return described
+
+
+def _size(described: dict) -> str:
+    unit = "tokens" if "tokens" in described else "characters"
+    return f"{described['documents']} documents of {described[unit]} {unit}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,16 +208,23 @@ class Workdir:
             stored = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error})") from error
-        ours = _describe(corpus)
-        for split in ours:
-            then, now = stored[split], ours[split]
+        for split, now in _describe(corpus).items():
+            # A text that no stage needed yet is not there.
+            then = stored.get(split, now)
             if then != now:
                 return (
-                    f"{path}: the {split} text has changed since ({then['documents']} documents of "
-                    f"{then['characters']} characters then, {now['documents']} of {now['characters']} now; "
-                    "another version of Python has other embedded text)"
+                    f"{path}: the {split} text has changed since ({_size(then)} then, {_size(now)} now; another version "
+                    "of Python has other embedded text)"
                 )
         return ""
+
+    def add_corpus(self, corpus: Corpus) -> None:
+        """Writes down what text a stage begins with that the others did not need."""
+        path = self.path / "corpus.json"
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        now = _describe(corpus) | stored
+        if now != stored:
+            write_atomically(path, json.dumps(now, indent=2) + "\n")
 
     def refuse_foreign(self) -> None:
         """Raises `UserError` if the folder holds something that is not a run of ours."""

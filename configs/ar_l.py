@@ -1,8 +1,7 @@
 """Transformer-L, the autoregressive baseline: 847.0M parameters (849M in the paper's table 1; published BrierLM 8.98 after 250k steps).
 
-    python -m calm_jax.main --config=configs/ar_l.py \\
-        --config.tokenizer.path=tokenizer.model --config.data.train_files='pile/*.jsonl' \\
-        --config.data.validation_files=wikitext.jsonl
+launch/prepare_pile.sh  # once: the published text, or name other with --config.data.train_files
+python -m calm_jax.main --config=configs/ar_l.py
 """
 
 from ml_collections import ConfigDict

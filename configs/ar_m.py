@@ -1,8 +1,7 @@
 """Transformer-M, the autoregressive baseline: 465M parameters (paper, table 1; published BrierLM 7.07 after 250k steps).
 
-    python -m calm_jax.main --config=configs/ar_m.py \\
-        --config.tokenizer.path=tokenizer.model --config.data.train_files='pile/*.jsonl' \\
-        --config.data.validation_files=wikitext.jsonl
+launch/prepare_pile.sh  # once: the published text, or name other with --config.data.train_files
+python -m calm_jax.main --config=configs/ar_m.py
 """
 
 from ml_collections import ConfigDict
@@ -12,6 +11,7 @@ from configs import common
 
 def get_config() -> ConfigDict:
     config = common.variant(common.get_config(), "head=softmax")
+    common.published_text(config, "ar")
     # As many tokens a step as CALM's recipes, in shorter sequences.
     config.lm.data.block_tokens = 2048
     config.lm.training.batch_size = 1024

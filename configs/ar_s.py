@@ -1,8 +1,7 @@
 """Transformer-S, the autoregressive baseline: 282.0M parameters (paper, table 1; published BrierLM 6.05 after 250k steps).
 
-    python -m calm_jax.main --config=configs/ar_s.py \\
-        --config.tokenizer.path=tokenizer.model --config.data.train_files='pile/*.jsonl' \\
-        --config.data.validation_files=wikitext.jsonl
+launch/prepare_pile.sh  # once: the published text, or name other with --config.data.train_files
+python -m calm_jax.main --config=configs/ar_s.py
 """
 
 from ml_collections import ConfigDict

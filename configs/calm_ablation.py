@@ -1,8 +1,7 @@
 """The body of the paper's ablations: 12 layers of width 768 (published BrierLM 4.70 after 50k steps).
 
-    python -m calm_jax.main --config=configs/calm_ablation.py \\
-        --config.tokenizer.path=tokenizer.model --config.data.train_files='pile/*.jsonl' \\
-        --config.data.validation_files=wikitext.jsonl
+launch/prepare_pile.sh  # once: the published text, or name other with --config.data.train_files
+python -m calm_jax.main --config=configs/calm_ablation.py
 """
 
 from ml_collections import ConfigDict
@@ -12,6 +11,7 @@ from configs import common
 
 def get_config(arguments: str = "") -> ConfigDict:
     config = common.get_config()
+    common.published_text(config, "lm")
     config.lm.model.hidden_size = 768
     config.lm.model.intermediate_size = 2048
     config.lm.model.num_layers = 12

@@ -1,8 +1,7 @@
 """CALM-L: 735.3M parameters (paper, table 1; published BrierLM 6.58 after 250k steps).
 
-    python -m calm_jax.main --config=configs/calm_l.py \\
-        --config.tokenizer.path=tokenizer.model --config.data.train_files='pile/*.jsonl' \\
-        --config.data.validation_files=wikitext.jsonl
+launch/prepare_pile.sh  # once: the published text, or name other with --config.data.train_files
+python -m calm_jax.main --config=configs/calm_l.py
 """
 
 from ml_collections import ConfigDict
@@ -12,6 +11,7 @@ from configs import common
 
 def get_config(arguments: str = "") -> ConfigDict:
     config = common.get_config()
+    common.published_text(config, "lm")
     config.lm.model.hidden_size = 1536
     config.lm.model.intermediate_size = 4096
     return common.variant(config, arguments)

@@ -1,8 +1,7 @@
 """CALM-M: 371.7M parameters (paper, table 1; published BrierLM 5.72 after 250k steps).
 
-    python -m calm_jax.main --config=configs/calm_m.py \\
-        --config.tokenizer.path=tokenizer.model --config.data.train_files='pile/*.jsonl' \\
-        --config.data.validation_files=wikitext.jsonl
+launch/prepare_pile.sh  # once: the published text, or name other with --config.data.train_files
+python -m calm_jax.main --config=configs/calm_m.py
 """
 
 from ml_collections import ConfigDict
@@ -11,4 +10,6 @@ from configs import common
 
 
 def get_config(arguments: str = "") -> ConfigDict:
-    return common.variant(common.get_config(), arguments)
+    config = common.get_config()
+    common.published_text(config, "lm")
+    return common.variant(config, arguments)

@@ -1,8 +1,7 @@
 """CALM-XL: 1.830B parameters (paper, table 1; published BrierLM 8.53 after 250k steps).
 
-    python -m calm_jax.main --config=configs/calm_xl.py \\
-        --config.tokenizer.path=tokenizer.model --config.data.train_files='pile/*.jsonl' \\
-        --config.data.validation_files=wikitext.jsonl
+launch/prepare_pile.sh  # once: the published text, or name other with --config.data.train_files
+python -m calm_jax.main --config=configs/calm_xl.py
 """
 
 from ml_collections import ConfigDict
@@ -12,6 +11,7 @@ from configs import common
 
 def get_config(arguments: str = "") -> ConfigDict:
     config = common.get_config()
+    common.published_text(config, "lm")
     config.lm.model.hidden_size = 2560
     config.lm.model.intermediate_size = 6880
     return common.variant(config, arguments)

@@ -31,18 +31,31 @@ def get_config() -> ConfigDict:
     # Comma-separated globs of .txt (one document a file), .jsonl or .json (one document a line), .gz or .zst of these, and
     # .parquet (one document a row); also remote ones such as gs://bucket/*.jsonl.zst.
     # Empty: the source text of the running Python's standard library.
+    # An entry may also be a folder that `python -m calm_jax.data.prepare` made, whose tokenizer then is the run's.
     config.data.train_files = ""
-    # The same for validation. Empty: held out of the training files, see `holdout_every`. Alone they are enough for --mode=eval.
+    # How often text is of each comma-separated entry of train_files, as in (0.7, 0.3); empty: as it is, all once an epoch.
+    config.data.mixture = ()
+    # Other text, named in the same way, for the autoencoder. Empty: train_files.
+    config.data.autoencoder_files = ""
+    # The same for validation, never prepared. Empty: held out of the training files, see `holdout_every`. Alone they are
+    # enough for --mode=eval.
     config.data.validation_files = ""
     # Field of a record that holds the text.
     config.data.text_field = "text"
     # Field of a record with a prompt that its text follows: read, not learnt, and the text begins a chunk of its
     # own; each record then is a block for itself. Empty: there are no prompts.
     config.data.prompt_field = ""
+    # Of training text that is not prepared: documents with fewer characters are left out, longer ones than so many
+    # space-separated words are cut into pieces of so many (published: 10,000; 0: never), equal ones are left out but for the first.
+    config.data.min_characters = 0
+    config.data.max_words = 0
+    config.data.deduplicate = False
     # Without validation files, one document in this many is held out, by a hash of its file name (and line).
     config.data.holdout_every = 20
     # A malformed record: "raise" (names file and line) or "skip" (counted and reported).
     config.data.on_bad_record = "raise"
+    # Threads that read prepared shards ahead. 0 is fastest on a local disk; one that is far away wants 16 or so.
+    config.data.read_threads = 0
 
     config.tokenizer = ConfigDict()
     # "llama3" (paper), "sentencepiece" or "bytes".
@@ -148,6 +161,15 @@ def get_config() -> ConfigDict:
     config.mesh.fsdp = 1
     config.mesh.tensor = 1
     return config
+
+
+def published_text(config: ConfigDict, name: str) -> None:
+    """The text of the published models, as `launch/prepare_pile.sh` prepares it; `name` is the language model's part."""
+    config.data.train_files = f"prepared/pile/{name}"
+    config.data.validation_files = "prepared/wikitext.jsonl"
+    # Of the Pile's shards 00 and 01; the language model's are 02 to 29, the baseline's are all.
+    config.data.autoencoder_files = "prepared/pile/autoencoder" if name == "lm" else ""
+    config.data.max_words = 10_000
 
 
 def _autoencoder_model() -> ConfigDict:
@@ -300,6 +322,10 @@ def _blocks(block_tokens: int, append_eos: bool, align_documents_to_chunks: bool
     data = ConfigDict()
     # T, tokens per training sequence.
     data.block_tokens = block_tokens
+    # How training documents become blocks: "windows" of running text, all of it; "published", of every 1,000 documents
+    # what does not fill a block is dropped; "documents", blocks begin with a document, take as many whole ones as fit,
+    # and are filled up with pads that are no targets. Validation text is always windows.
+    data.packing = "published"
     # Put eos after each document.
     data.append_eos = append_eos
     # Fill each document with pads up to whole chunks, so that no chunk straddles two documents.

@@ -31,7 +31,11 @@ def get_config(folder: str = "") -> ConfigDict:
     config.autoencoder.checkpoint = ""
 
     config.data.train_files = ""
+    config.data.mixture = ()
+    config.data.autoencoder_files = ""
     config.data.validation_files = ""
+    config.data.min_characters = 0
+    config.data.max_words = 0
     config.data.prompt_field = "prompt"
     config.data.text_field = "completion"
     data = config.lm.data

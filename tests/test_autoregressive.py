@@ -13,7 +13,7 @@ import scipy.stats
 
 from calm_jax import generation, sampling
 from calm_jax.brier import Protocol
-from calm_jax.data.pipeline import MASKED
+from calm_jax.data.blocks import MASKED
 from calm_jax.heads.softmax import SoftmaxHead
 from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.transformer import KVCache, TransformerConfig

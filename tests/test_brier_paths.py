@@ -14,7 +14,7 @@ import pytest
 
 from calm_jax import brier
 from calm_jax.brier import Protocol
-from calm_jax.data.pipeline import MASKED
+from calm_jax.data.blocks import MASKED
 from calm_jax.heads.energy import EnergyHead, EnergyHeadConfig
 from calm_jax.heads.softmax import SoftmaxHead
 from calm_jax.models.autoencoder import Autoencoder, AutoencoderConfig

@@ -83,11 +83,6 @@ def test_recipe_says_the_command_that_runs_it(name):
     assert f"--config=configs/{name}.py" in importlib.import_module(f"configs.{name}").__doc__
 
 
-def test_paper_recipe_without_a_tokenizer_says_what_it_needs():
-    message = refusal(common.get_config())
-    assert message.startswith("tokenizer.path is empty") and "tokenizer.model" in message
-
-
 # Key as the message spells it, and the values that cause it; the first is the one that the message shows.
 BAD = [
     ("stage", {"stage": "both"}),

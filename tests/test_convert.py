@@ -25,11 +25,11 @@ import safetensors.numpy
 import sentencepiece
 from absl import flags
 
+from calm_jax.atomic import refuse_existing
 from calm_jax.config import resolve
 from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import Interrupted, UserError
 from calm_jax.interop import names, published
-from calm_jax.interop.folders import refuse_existing
 from calm_jax.interop.plan import make_plan
 from calm_jax.interop.source import find_tokenizer, folder_of
 from calm_jax.interop.weights import Weights

@@ -9,20 +9,20 @@ import pytest
 
 from calm_jax.config import resolve
 from calm_jax.data import corpus as corpus_lib
-from calm_jax.data.corpus import DataConfig, Document, is_held_out, load_corpus
-from calm_jax.data.pipeline import (
+from calm_jax.data.blocks import (
     MASKED,
     BlockConfig,
     Blocks,
     document_windows,
     encode_documents,
-    evaluation_batches,
     pack,
-    training_batches,
 )
+from calm_jax.data.corpus import DataConfig, Document, is_held_out, load_corpus
+from calm_jax.data.pipeline import TrainingText, evaluation_batches, training_batches
 from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
 from calm_jax.packed import Text, read_corpus
+from configs import common
 from tests import tiny_recipe
 
 BYTES = ByteTokenizer(b"")
@@ -30,18 +30,14 @@ BOS, EOS, PAD = BYTES.bos_id, BYTES.eos_id, BYTES.pad_id
 
 
 def data_config(train_files="", **changes) -> DataConfig:
-    defaults = {
-        "validation_files": "",
-        "text_field": "text",
-        "prompt_field": "",
-        "holdout_every": 2,
-        "on_bad_record": "raise",
-    }
-    return DataConfig(train_files=str(train_files), **(defaults | changes))
+    defaults = common.get_config().data.to_dict() | {"holdout_every": 2}
+    return DataConfig(**(defaults | {"train_files": str(train_files)} | changes))
 
 
-def block_config(block_tokens=8, eos=False, align=False, front_fill="none") -> BlockConfig:
-    return BlockConfig(block_tokens, eos, align, front_fill)
+def block_config(
+    block_tokens=8, eos=False, align=False, front_fill="none", packing="windows"
+) -> BlockConfig:
+    return BlockConfig(block_tokens, packing, eos, align, front_fill)
 
 
 def packed(documents, config, chunk_size=4, seed=0, keep_remainder=True) -> Blocks:
@@ -232,7 +228,7 @@ def test_other_suffixes_and_folders_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"a\.csv is none of \.txt, \.jsonl, \.json"):
         load_corpus(data_config(tmp_path / "a.csv"))
     (tmp_path / "folder.txt").mkdir()
-    with pytest.raises(UserError, match=r"folder\.txt cannot be read"):
+    with pytest.raises(UserError, match=r"folder\.txt has no index\.json: it is no prepared text"):
         load_corpus(data_config(tmp_path / "folder.txt"))
 
 
@@ -515,7 +511,7 @@ def scored_ngrams(text: Text) -> tuple[list, list]:
 def ngrams_by_hand(text: Text, context: int, every: int) -> tuple[list, list]:
     """From the documents alone: at every multiple of `every` tokens from `context` on."""
     ngrams, counts = [], [0] * 4
-    for ids in text._encoded["validation"]:
+    for ids in text._validation.encoded:
         document = [BOS, *ids.tolist(), EOS]
         for place in range(context, len(document), every):
             ngram = document[place : place + 4]
@@ -560,7 +556,7 @@ def test_equal_context_floor_is_one_for_every_chunk_size_when_chunks_are_aligned
 def test_context_longer_than_every_document_is_refused(text_files, variant):
     changes = {"eval.context_tokens": 5000, "eval.block_tokens": 6000}
     text = recipe_text(text_files, variant, **changes)
-    longest = max(len(ids) for ids in text._encoded["validation"]) + 2
+    longest = max(len(ids) for ids in text._validation.encoded) + 2
     with pytest.raises(
         UserError, match=rf"eval\.context_tokens=5000: .* {longest} tokens"
     ) as caught:
@@ -587,9 +583,13 @@ def take(iterator, number: int) -> list[np.ndarray]:
     return [batch["tokens"][:, 0] for batch in itertools.islice(iterator, number)]
 
 
+def batches_of(blocks, batch_size, first=0, seed=0, process_index=0, process_count=1):
+    rows = TrainingText([blocks], ()).rows(seed)
+    return training_batches(rows, batch_size, first, process_index, process_count, 0)
+
+
 def test_batches_have_tokens_and_targets():
-    blocks = packed([range(17)], block_config())
-    batch = next(training_batches(blocks, 3, 0, 0, 1))
+    batch = next(batches_of(packed([range(17)], block_config()), 3))
     assert sorted(batch) == ["targets", "tokens"]
     assert batch["tokens"].shape == batch["targets"].shape == (3, 8)
     assert (batch["targets"] == MASKED).sum() == 6
@@ -609,7 +609,7 @@ def test_batches_have_tokens_and_targets():
 )
 def test_each_epoch_covers_every_block_once_in_a_new_order(batch_size):
     """Also where an epoch ends inside a batch, and where a batch is larger than an epoch."""
-    batches = take(training_batches(numbered(10), batch_size, 0, 0, 1), -(-40 // batch_size))
+    batches = take(batches_of(numbered(10), batch_size), -(-40 // batch_size))
     epochs = np.concatenate(batches)[:40].reshape(4, 10)
     np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(10), (4, 1)))
     assert len({tuple(epoch) for epoch in epochs.tolist()}) == 4
@@ -617,38 +617,34 @@ def test_each_epoch_covers_every_block_once_in_a_new_order(batch_size):
 
 
 def test_order_follows_from_the_seed():
-    first, same, other = (take(training_batches(numbered(10), 5, s, 0, 1), 4) for s in (0, 0, 1))
+    first, same, other = (take(batches_of(numbered(10), 5, seed=s), 4) for s in (0, 0, 1))
     np.testing.assert_array_equal(first, same)
     assert not np.array_equal(first, other)
 
 
-@pytest.mark.parametrize("process_index, process_count", [(0, 1), (1, 2)])
+@pytest.mark.parametrize("now", [1, 2, 4])
+@pytest.mark.parametrize("then", [1, 2, 4])
 @pytest.mark.parametrize("done", [0, 1, 7])
-def test_restored_iterator_goes_on_with_the_next_batch(done, process_index, process_count):
+def test_a_resumed_run_gets_the_batches_that_are_left_on_any_number_of_processes(done, then, now):
     """7 batches of 4 are into the third epoch of 10 blocks."""
 
-    def fresh():
-        return training_batches(numbered(10), 4, 3, process_index, process_count)
+    def all_processes(count, first, number):
+        parts = [
+            take(batches_of(numbered(10), 4, first, 3, index, count), number)
+            for index in range(count)
+        ]
+        return np.concatenate(parts, axis=1)
 
-    iterator = fresh()
-    take(iterator, done)
-    state = iterator.get_state()
-    expected = take(iterator, 6)
-    restored = fresh()
-    restored.set_state(state)
-    np.testing.assert_array_equal(take(restored, 6), expected)
-    # The state is a value: what the iterator did after get_state has not changed it.
-    restored = fresh()
-    take(restored, 5)
-    restored.set_state(state)
-    np.testing.assert_array_equal(take(restored, 6), expected)
+    whole = all_processes(1, 0, done + 6)
+    np.testing.assert_array_equal(all_processes(then, 0, done + 2)[:done], whole[:done])
+    np.testing.assert_array_equal(all_processes(now, done, 6), whole[done:])
 
 
 @pytest.mark.parametrize("process_count", [2, 4])
 def test_processes_side_by_side_give_the_batches_of_one(process_count):
-    one = take(training_batches(numbered(10), 8, 1, 0, 1), 7)
+    one = take(batches_of(numbered(10), 8, seed=1), 7)
     parts = [
-        take(training_batches(numbered(10), 8, 1, index, process_count), 7)
+        take(batches_of(numbered(10), 8, 0, 1, index, process_count), 7)
         for index in range(process_count)
     ]
     assert {len(part) for part in itertools.chain(*parts)} == {8 // process_count}

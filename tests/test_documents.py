@@ -11,8 +11,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from calm_jax.data import documents
-from calm_jax.data.documents import Document, Fields, find_files, read_documents
+from calm_jax.data import files as files_lib
+from calm_jax.data.documents import Document, Reading, read_documents
+from calm_jax.data.files import find_files
 from calm_jax.errors import UserError
 
 TEXTS = ["plain", "line\nbreak\r\n and\ttab", "naïve 日本 😀", "nul \0 byte", " " * 5000 + "x"]
@@ -29,11 +30,12 @@ def parquet(path, rows):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
 
 
-def read(pattern, on_bad_record="raise", fields=Fields("text", "")):  # noqa: B008
+def read(pattern, on_bad_record="raise", text_field="text", **changes):
     """`(documents, what was left out)`."""
     skipped = collections.Counter()
     files = find_files(str(pattern), "data.train_files")
-    found = list(read_documents(files, "data.train_files", fields, on_bad_record, skipped))
+    reading = Reading(text_field, on_bad_record=on_bad_record, **changes)
+    found = list(read_documents(files, "data.train_files", reading, skipped))
     return found, dict(skipped)
 
 
@@ -121,7 +123,7 @@ def test_a_file_of_random_damage_is_an_error_or_texts(tmp_path):
 
 
 def test_a_line_that_is_too_long_is_left_out_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "_MOST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(files_lib, "MOST_BYTES", 1 << 20)
     long = json.dumps({"text": "x" * (3 << 20)}).encode()
     (tmp_path / "a.jsonl").write_bytes(LINES + long + b"\n" + LINES + long)
     found, skipped = read(tmp_path / "a.jsonl", "skip")
@@ -134,9 +136,9 @@ def test_a_line_that_is_too_long_is_left_out_whole(tmp_path, monkeypatch):
 def test_a_line_as_long_as_the_limit_is_read(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(LINES)
     longest = max(map(len, LINES.splitlines(keepends=True)))
-    monkeypatch.setattr(documents, "_MOST_LINE_BYTES", longest)
+    monkeypatch.setattr(files_lib, "MOST_BYTES", longest)
     assert len(read(tmp_path / "a.jsonl")[0]) == len(TEXTS)
-    monkeypatch.setattr(documents, "_MOST_LINE_BYTES", longest - 1)
+    monkeypatch.setattr(files_lib, "MOST_BYTES", longest - 1)
     assert read(tmp_path / "a.jsonl", "skip")[1] == {"long line": 1}
 
 
@@ -148,14 +150,14 @@ def test_bad_rows_of_a_table_are_named_or_counted(tmp_path):
     assert [document.text for document in found] == ["good", "also"]
     assert skipped == {"not text": 1}
     with pytest.raises(UserError, match=r"a.parquet, row 1: no field 'content'"):
-        read(tmp_path / "a.parquet", fields=Fields("content", ""))
+        read(tmp_path / "a.parquet", text_field="content")
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINES)
     reading = read_documents(
-        [str(path)], "data.train_files", Fields("text", ""), "skip", collections.Counter()
+        [str(path)], "data.train_files", Reading("text"), collections.Counter()
     )
     next(reading)
     path.write_bytes(LINES * 2)

@@ -9,19 +9,21 @@ import numpy as np
 import pytest
 
 from calm_jax.checkpoint import latest_step
-from calm_jax.data.corpus import DataConfig, Document, load_corpus
-from calm_jax.data.pipeline import (
+from calm_jax.data.blocks import (
     MASKED,
     BlockConfig,
     encode_documents,
     pack_completions,
     pack_records,
 )
+from calm_jax.data.corpus import DataConfig, load_corpus
+from calm_jax.data.documents import Document
 from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
 from calm_jax.mesh import make_mesh
 from calm_jax.tasks import counted_chunks
 from calm_jax.workdir import Workdir, fingerprint, make_autoencoder_task, make_lm_task
+from configs import common
 from tests.test_recipe import run, text_glob, train  # noqa: F401 (a fixture)
 
 BYTES = ByteTokenizer(b"")
@@ -30,7 +32,7 @@ PAD, BOS, EOS = BYTES.pad_id, BYTES.bos_id, BYTES.eos_id
 
 def records(prompts, completions, chunk_size, block_tokens=64):
     names = [str(number) for number in range(len(prompts))]
-    config = BlockConfig(block_tokens, True, True, "none")
+    config = BlockConfig(block_tokens, "windows", True, True, "none")
     encoded = (encode_documents(texts, BYTES) for texts in (prompts, completions))
     return pack_records(names, *encoded, BYTES, config, chunk_size)
 
@@ -75,7 +77,7 @@ def test_the_autoencoder_sees_the_chunks_that_the_language_model_has_to_hit(chun
     lm, _ = records(prompts, completions, chunk_size, block_tokens=60)
     targets_NK = lm.targets(np.arange(len(lm))).reshape(-1, chunk_size)
     expected_NK = targets_NK[(targets_NK != MASKED).all(1)]
-    config = BlockConfig(2 * chunk_size, True, True, "none")
+    config = BlockConfig(2 * chunk_size, "windows", True, True, "none")
     encoded = encode_documents(completions, BYTES)
     blocks = pack_completions(encoded, BYTES, config, chunk_size, True, "the text")
     ours_NK = blocks.targets(np.arange(len(blocks))).reshape(-1, chunk_size)
@@ -111,8 +113,9 @@ def test_a_record_longer_than_a_block_is_named():
 
 
 def read(path, **changes):
-    keys = {"text_field": "completion", "prompt_field": "prompt", "holdout_every": 2}
-    keys |= {"train_files": str(path), "validation_files": "", "on_bad_record": "raise"}
+    keys = common.get_config().data.to_dict()
+    keys |= {"text_field": "completion", "prompt_field": "prompt", "holdout_every": 2}
+    keys |= {"train_files": str(path)}
     return load_corpus(DataConfig(**keys | changes))
 
 

@@ -15,7 +15,7 @@ import pytest
 from calm_jax import workdir
 from calm_jax.brier import Protocol
 from calm_jax.config import resolve
-from calm_jax.data.pipeline import MASKED
+from calm_jax.data.blocks import MASKED
 from calm_jax.errors import UserError
 from calm_jax.heads.energy import EnergyHead, EnergyHeadConfig
 from calm_jax.losses import Posterior, energy_score

@@ -429,7 +429,6 @@ def test_description_says_what_is_in_the_folder(tmp_path):
     "kind, path, vocab_size, names",
     [
         ("gpt2", "", 512, "tokenizer.kind='gpt2' is none of sentencepiece, llama3, bytes"),
-        ("llama3", "", 512, "tokenizer.path is empty"),
         ("bytes", "file", 512, "tokenizer.path='file'"),
         ("sentencepiece", "", 299, "tokenizer.vocab_size=299"),
     ],
@@ -437,6 +436,11 @@ def test_description_says_what_is_in_the_folder(tmp_path):
 def test_bad_config_is_refused(kind, path, vocab_size, names):
     with pytest.raises(UserError, match=names):
         TokenizerConfig(kind, path, vocab_size)
+
+
+def test_llama3_without_a_file_is_refused():
+    with pytest.raises(UserError, match=r"tokenizer\.path is empty: .*tokenizer\.model"):
+        make_tokenizer(TokenizerConfig("llama3", "", 512), ())
 
 
 @pytest.mark.parametrize("kind", ["llama3", "sentencepiece"])

@@ -13,7 +13,8 @@ import pytest
 
 from calm_jax.checkpoint import Checkpointer
 from calm_jax.config import Config, resolve
-from calm_jax.data.pipeline import MASKED, Blocks
+from calm_jax.data.blocks import MASKED, Blocks
+from calm_jax.data.pipeline import TrainingText
 from calm_jax.errors import UserError
 from calm_jax.mesh import global_batch, make_mesh, shardings
 from calm_jax.metrics import MetricsLog
@@ -184,7 +185,8 @@ def test_a_run_that_stays_nonfinite_ends_with_its_checkpoint(tmp_path):
         config.lm.training, batch_size=2, log_every=1, checkpoint_every=2, max_nonfinite_steps=3
     )
     blocks = Blocks(np.full((8, 32), 255, np.int32), np.full(8, 32), np.zeros(8, int))
-    stage = Stage("lm", Fragile(), {}, None, blocks, None, training, config.lm.optimizer)
+    text = TrainingText([blocks], ())
+    stage = Stage("lm", Fragile(), {}, None, text, 0, None, training, config.lm.optimizer)
     mesh, log = make_mesh(config.mesh), MetricsLog(tmp_path)
     checkpointer = Checkpointer(tmp_path / "lm", 2)
     trainer = Trainer(stage, 0, Bytes.pad_id, 1, mesh, checkpointer, log, {}, Profile(-1, -1, ""))
@@ -210,7 +212,8 @@ def test_a_state_that_stands_still_is_never_saved(tmp_path):
     def train_on(token: int, num_steps: int) -> None:
         blocks = Blocks(np.full((8, 32), token, np.int32), np.full(8, 32), np.zeros(8, int))
         steps = dataclasses.replace(training, num_steps=num_steps)
-        stage = Stage("lm", Fragile(), {}, None, blocks, None, steps, config.lm.optimizer)
+        text = TrainingText([blocks], ())
+        stage = Stage("lm", Fragile(), {}, None, text, 0, None, steps, config.lm.optimizer)
         checkpointer = Checkpointer(tmp_path / "lm", 2)
         none = Profile(-1, -1, "")
         log = MetricsLog(tmp_path)

@@ -18,7 +18,7 @@ from absl import app, flags
 from calm_jax import metrics
 from calm_jax.brier import ORDERS
 from calm_jax.command import command, parse_flags
-from calm_jax.data.pipeline import encode_documents
+from calm_jax.data.blocks import encode_documents
 from calm_jax.errors import UserError
 from calm_jax.packed import read_corpus
 from calm_jax.text import Generator

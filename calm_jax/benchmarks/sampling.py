@@ -69,7 +69,7 @@ def _trained(folder: str) -> tuple[Bind, Any, Array]:
             f"--workdir={folder}: a softmax head knows its probabilities and needs no sampler"
         )
     config = workdir.config
-    blocks = Text(config, read_corpus(config), workdir.tokenizer).blocks("lm", "validation")
+    blocks = Text(config, read_corpus(config), workdir.tokenizer).validation("lm")
     hidden = []
     for place in range(_CONTEXTS.value):
         block = blocks[place * len(blocks) // _CONTEXTS.value]

@@ -13,6 +13,7 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import pathlib
 import re
 from collections.abc import Iterable, Sequence
@@ -36,11 +37,6 @@ class TokenizerConfig:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise UserError(f"tokenizer.kind={self.kind!r} is none of {', '.join(KINDS)}")
-        if self.kind == "llama3" and not self.path:
-            raise UserError(
-                "tokenizer.path is empty: tokenizer.kind='llama3' needs Llama 3's tokenizer.model (tiktoken ranks) or "
-                "tokenizer.json; or choose --config.tokenizer.kind=sentencepiece or bytes"
-            )
         if self.kind == "bytes" and self.path:
             raise UserError(f"tokenizer.path={self.path!r}: tokenizer.kind='bytes' reads no file")
         if self.kind == "sentencepiece" and not self.path and self.vocab_size < 300:
@@ -89,11 +85,10 @@ class Tokenizer(abc.ABC):
         """Equal for two tokenizers exactly when they are the same."""
         return hashlib.sha256(self.kind.encode() + b"\0" + self.model).hexdigest()[:16]
 
-    def save(self, folder: pathlib.Path) -> None:
-        """Writes `model` and a description into `folder`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "model").write_bytes(self.model)
-        description = {
+    @property
+    def description(self) -> dict[str, str | int]:
+        """What a reader of its tokens has to know."""
+        return {
             "kind": self.kind,
             "fingerprint": self.fingerprint,
             "vocab_size": self.vocab_size,
@@ -101,7 +96,12 @@ class Tokenizer(abc.ABC):
             "eos_id": self.eos_id,
             "pad_id": self.pad_id,
         }
-        (folder / "description.json").write_text(json.dumps(description, indent=2) + "\n")
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Writes `model` and a description into `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model").write_bytes(self.model)
+        (folder / "description.json").write_text(json.dumps(self.description, indent=2) + "\n")
 
 
 class ByteTokenizer(Tokenizer):
@@ -302,8 +302,18 @@ def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
+def check_path(config: TokenizerConfig) -> None:
+    """Raises `UserError` for a config that names no file where one is needed, as nothing else brings a tokenizer."""
+    if config.kind == "llama3" and not config.path:
+        raise UserError(
+            "tokenizer.path is empty: tokenizer.kind='llama3' needs Llama 3's tokenizer.model (tiktoken ranks) or "
+            "tokenizer.json; or choose --config.tokenizer.kind=sentencepiece or bytes"
+        )
+
+
 def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
     """The tokenizer that the config describes; `texts` are read only if it is to be trained."""
+    check_path(config)
     if config.path:
         try:
             model = pathlib.Path(config.path).read_bytes()
@@ -316,6 +326,29 @@ def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
     else:
         model = b""
     return KINDS[config.kind](model)
+
+
+def _config_of_file(path: pathlib.Path) -> TokenizerConfig:
+    """What kind a tokenizer's file is, from how it begins."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(256)
+    except OSError as error:
+        raise UserError(f"the tokenizer {path} cannot be read: {error.strerror}") from error
+    # JSON, or tiktoken's lines of base64 and rank; SentencePiece models are binary.
+    is_llama3 = start.lstrip().startswith(b"{") or re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", start)
+    return TokenizerConfig("llama3" if is_llama3 else "sentencepiece", str(path), 512)
+
+
+def open_tokenizer(name: str) -> tuple[Tokenizer, TokenizerConfig]:
+    """The tokenizer that `--tokenizer` names: a file, or "bytes"."""
+    if name == ByteTokenizer.kind:
+        config = TokenizerConfig(name, "", 512)
+    elif not os.path.isfile(name):
+        raise UserError(f"--tokenizer={name!r} is no file; give one, or 'bytes'")
+    else:
+        config = _config_of_file(pathlib.Path(name))
+    return make_tokenizer(config, ()), config
 
 
 def load_tokenizer(folder: pathlib.Path) -> Tokenizer:

@@ -23,12 +23,12 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import config_flags
 
 from calm_jax import metrics
+from calm_jax.atomic import beside, refuse_existing
 from calm_jax.checkpoint import save_params
 from calm_jax.command import command, parse_config_flags
 from calm_jax.config import as_dict
 from calm_jax.errors import UserError
 from calm_jax.interop import names
-from calm_jax.interop.folders import beside, refuse_existing
 from calm_jax.interop.plan import Part, Plan, check_twins, make_plan
 from calm_jax.interop.source import find_tokenizer, folder_of
 from calm_jax.mesh import MeshConfig, make_mesh, spec_of

@@ -18,11 +18,11 @@ import numpy as np
 from absl import app, flags
 
 from calm_jax import checkpoint
+from calm_jax.atomic import beside
 from calm_jax.command import command, parse_flags
 from calm_jax.data.tokenizers import ByteTokenizer, Llama3Tokenizer, Tokenizer
 from calm_jax.errors import UserError
 from calm_jax.interop import names, published
-from calm_jax.interop.folders import beside
 from calm_jax.mesh import MeshConfig, make_mesh
 from calm_jax.tasks import AutoencoderTask, LmTask
 from calm_jax.workdir import Workdir, make_autoencoder_task, make_lm_task

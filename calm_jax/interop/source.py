@@ -3,7 +3,7 @@
 import pathlib
 import re
 
-from calm_jax.data.tokenizers import ByteTokenizer, Tokenizer, TokenizerConfig, make_tokenizer
+from calm_jax.data.tokenizers import Tokenizer, TokenizerConfig, open_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.interop.published import PublishedConfig
 from calm_jax.interop.weights import is_file
@@ -61,33 +61,15 @@ def _download(name: str, flag: str) -> pathlib.Path:
     return pathlib.Path(fetched)
 
 
-def _config_of_file(path: pathlib.Path) -> TokenizerConfig:
-    """What kind a tokenizer's file is, from how it begins."""
-    try:
-        with open(path, "rb") as file:
-            start = file.read(256)
-    except OSError as error:
-        raise UserError(f"the tokenizer {path} cannot be read: {error.strerror}") from error
-    # JSON, or tiktoken's lines of base64 and rank; SentencePiece models are binary.
-    is_llama3 = start.lstrip().startswith(b"{") or re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", start)
-    return TokenizerConfig("llama3" if is_llama3 else "sentencepiece", str(path), 512)
-
-
 def find_tokenizer(name: str, folder: pathlib.Path) -> tuple[Tokenizer, TokenizerConfig]:
     """The tokenizer of `name`: a file, "bytes", or if empty what lies in `folder`."""
-    if name == ByteTokenizer.kind:
-        config = TokenizerConfig(name, "", 512)
-        return make_tokenizer(config, ()), config
-    if name and not is_file(pathlib.Path(name)):
-        raise UserError(f"--tokenizer={name!r} is no file; give one, or 'bytes'")
     there = [folder / file for file in _TOKENIZER_FILES if is_file(folder / file)]
     if not name and not there:
         raise UserError(
             f"{folder} has no {' or '.join(_TOKENIZER_FILES[:2])}: give the model's tokenizer with --tokenizer=FILE "
             "(the published models': Llama 3's tokenizer.model)"
         )
-    config = _config_of_file(pathlib.Path(name) if name else there[0])
-    return make_tokenizer(config, ()), config
+    return open_tokenizer(name or str(there[0]))
 
 
 def check_tokenizer(config: PublishedConfig, tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Folders that appear only when they are whole."""
+"""Files and folders that appear only when they are whole."""
 
 import os
 import pathlib
@@ -7,6 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from calm_jax.errors import UserError
+
+
+def write_atomically(path: pathlib.Path, text: str, tag: str = "") -> None:
+    """Writes a file beside its place and moves it there, so that it is never half-written, not even by a power cut.
+
+    tag: tells apart the files beside of processes that write the same.
+    """
+    beside = path.with_name(f"{path.name}{tag}.tmp")
+    try:
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def refuse_existing(path: pathlib.Path) -> None:

@@ -1,0 +1,157 @@
+"""Who prepares text: Dask workers of this machine or of a running cluster, and what they tell of their progress."""
+
+import logging
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import rich.progress
+
+from calm_jax.errors import UserError
+from calm_jax.metrics import duration
+
+_TOPIC = "calm_jax"
+# What Dask logs of the comings and goings of workers is no news; and as there is a process for each core, a tokenizer's
+# own threads would only fight.
+_IN_WORKERS = "distributed.nanny.pre-spawn-environ"
+_DASK = {
+    "logging.distributed": "critical",
+    f"{_IN_WORKERS}.DASK_LOGGING__DISTRIBUTED": "critical",
+    f"{_IN_WORKERS}.TOKENIZERS_PARALLELISM": "false",
+    f"{_IN_WORKERS}.RAYON_NUM_THREADS": "1",
+}
+_LINE_EVERY = 10.0
+_CLUSTER_TIMEOUT = 60
+
+
+class Progress:
+    """A live line on a terminal; on anything else a plain line now and then."""
+
+    def __init__(self, what: str, total: int):
+        self._what, self._total = what, total
+        self.counts = {"documents": 0, "characters": 0, "tokens": 0}
+        self._done = 0
+        self._began = self._shown = time.monotonic()
+        self._bar = None
+        if sys.stdout.isatty():
+            self._bar = rich.progress.Progress(
+                rich.progress.TextColumn("{task.description}"),
+                rich.progress.BarColumn(),
+                rich.progress.TextColumn("{task.fields[text]}"),
+            )
+            self._task = self._bar.add_task(what, total=total, text="")
+            self._bar.start()
+
+    def add(self, documents: int, characters: int, tokens: int) -> None:
+        """Counts what was done since."""
+        self._done += characters
+        self.counts["documents"] += documents
+        self.counts["characters"] += characters
+        self.counts["tokens"] += tokens
+        now = time.monotonic()
+        if self._bar:
+            self._bar.update(self._task, completed=self._done, text=self._text(now))
+        elif now - self._shown > _LINE_EVERY:
+            self._shown = now
+            print(f"{self._what}: {self._text(now)}", flush=True)
+
+    def _text(self, now: float) -> str:
+        seconds = max(now - self._began, 1e-9)
+        parts = [f"{self.counts['documents']:,} documents"]
+        for name in ("characters", "tokens"):
+            if self.counts[name] and (name == "tokens" or not self.counts["tokens"]):
+                count = self.counts[name]
+                parts.append(f"{count / 1e6:,.1f}M {name}, {count / seconds / 1e6:.2f}M a second")
+        if 0 < self._done < self._total:
+            left = seconds / self._done * (self._total - self._done)
+            parts.append(f"{duration(left)} left")
+        return ", ".join(parts)
+
+    def close(self) -> None:
+        now = time.monotonic()
+        if self._bar:
+            self._bar.stop()
+        else:
+            print(f"{self._what}: {self._text(now)}, {duration(now - self._began)}", flush=True)
+
+
+def report(*counts: int) -> None:
+    """In a worker: tells the client's `Progress` what was done since."""
+    import distributed
+
+    distributed.get_worker().log_event(_TOPIC, counts)
+
+
+class Cluster:
+    """Dask workers: processes of this machine, or those of a running cluster."""
+
+    def __init__(self, work: pathlib.Path, workers: int, scheduler: str):
+        try:
+            import dask
+
+            dask.config.set(_DASK)
+            import distributed
+        except ImportError as error:
+            raise UserError("preparing text needs Dask: pip install 'calm_jax[data]'") from error
+        self._distributed, self._local = distributed, None
+        try:
+            if scheduler:
+                self.client = distributed.Client(scheduler, timeout=_CLUSTER_TIMEOUT)
+                self.client.wait_for_workers(1, timeout=_CLUSTER_TIMEOUT)
+            else:
+                self._local = distributed.LocalCluster(
+                    n_workers=workers,
+                    threads_per_worker=1,
+                    # A document is what it is; the system decides what is too much.
+                    memory_limit=0,
+                    dashboard_address=None,
+                    local_directory=str(work / "dask"),
+                    silence_logs=logging.CRITICAL,
+                )
+                self.client = distributed.Client(self._local)
+        except (OSError, TimeoutError, ValueError) as error:
+            raise UserError(
+                f"--scheduler={scheduler!r} cannot be reached, or has no workers, within {_CLUSTER_TIMEOUT} s ({error})"
+            ) from error
+        for address, sees_it in self.client.run(os.path.isdir, str(work)).items():
+            if not sees_it:
+                raise UserError(
+                    f"worker {address} does not see {work}: give an --output that all workers share"
+                )
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.client.scheduler_info(n_workers=-1)["workers"])
+
+    def run(
+        self, function: Callable, arguments: Sequence, progress: Progress | None = None
+    ) -> None:
+        """Calls the function with every argument; the first error ends all.
+
+        A task whose worker died is given to another one.
+        """
+        if not arguments:
+            return
+        if progress is not None:
+            self.client.subscribe_topic(_TOPIC, lambda event: progress.add(*event[1]))
+        futures = self.client.map(function, arguments, pure=False)
+        try:
+            for future in self._distributed.as_completed(futures):
+                future.result()
+        except self._distributed.KilledWorker as error:
+            raise UserError(
+                f"a task's worker died {error.allowed_failures + 1} times, which is too often (is there enough memory?); "
+                "what was complete is kept, the same command goes on from there"
+            ) from error
+        finally:
+            if progress is not None:
+                self.client.unsubscribe_topic(_TOPIC)
+                progress.close()
+            self.client.cancel(futures, force=True)
+
+    def close(self) -> None:
+        self.client.close()
+        if self._local is not None:
+            self._local.close()

@@ -1,0 +1,310 @@
+"""Prepared text: shards of tokens that any block can be read from, and the index of a folder of them.
+
+A folder holds `index.json`, the tokenizer, and a folder for each shard with
+
+    pages.npy       tokens in pages of 1024, each with its CRC-32: every read is checked, whatever it reads
+    documents.npy   where documents begin, in tokens of the shard
+    shard.json      the numbers of documents and tokens, and the SHA-256 of both files
+
+Shards one after the other are one text. It is not cut into blocks, so that one folder serves blocks of any size.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import zlib
+from collections.abc import Iterator
+from typing import IO
+
+import numpy as np
+
+from calm_jax.data.blocks import MASKED, document_blocks
+from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
+from calm_jax.errors import UserError
+
+FORMAT = "calm_jax tokens 1"
+PAGE = 1024
+PAGES, DOCUMENTS, SHARD, INDEX = "pages.npy", "documents.npy", "shard.json", "index.json"
+
+
+def page_type(vocab_size: int) -> np.dtype:
+    """One page: its tokens, as small as the vocabulary allows, and the checksum of their bytes."""
+    token = "<u2" if vocab_size <= 2**16 else "<u4"
+    return np.dtype([("tokens", token, (PAGE,)), ("crc32", "<u4")])
+
+
+class ShardWriter:
+    """Writes one shard's files into `folder` as documents come; whole, and safe on disk, when a `with` ends well.
+
+    The memory is that of a few pages.
+    """
+
+    def __init__(self, folder: pathlib.Path, vocab_size: int):
+        self._folder, self._type = folder, page_type(vocab_size)
+        self._starts: list[int] = []
+        self._pending: list[np.ndarray] = []
+        self._num_pending = self._num_tokens = self._num_pages = 0
+        self._file: IO[bytes] = open(folder / PAGES, "wb")  # noqa: SIM115 (closed by `__exit__`)
+        self._write_header()
+
+    def add(self, tokens: np.ndarray) -> None:
+        """A document's tokens, bos first."""
+        self._starts.append(self._num_tokens)
+        self._pending.append(tokens)
+        self._num_pending += len(tokens)
+        self._num_tokens += len(tokens)
+        if self._num_pending >= 64 * PAGE:
+            self._flush(self._num_pending // PAGE)
+
+    def _flush(self, num_pages: int) -> None:
+        tokens = np.concatenate(self._pending) if self._pending else np.zeros(0, np.int32)
+        pages = np.zeros(num_pages, self._type)
+        whole, rest = tokens[: num_pages * PAGE], tokens[num_pages * PAGE :]
+        pages["tokens"].reshape(-1)[: len(whole)] = whole
+        pages["crc32"] = [zlib.crc32(page) for page in pages["tokens"]]
+        self._file.write(pages.tobytes())
+        self._pending, self._num_pending = [rest], len(rest)
+        self._num_pages += num_pages
+
+    def _write_header(self) -> None:
+        header = {
+            "descr": np.lib.format.dtype_to_descr(self._type),
+            "fortran_order": False,
+            "shape": (self._num_pages,),
+        }
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def _finish(self) -> None:
+        self._flush(-(-self._num_pending // PAGE))
+        # numpy leaves room in a header for any number of rows.
+        self._file.seek(0)
+        self._write_header()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        with open(self._folder / DOCUMENTS, "wb") as file:
+            np.save(file, np.asarray(self._starts, "<i8"))
+            file.flush()
+            os.fsync(file.fileno())
+        about = {
+            "documents": len(self._starts),
+            "tokens": self._num_tokens,
+            "sha256": {name: _sha256(self._folder / name) for name in (PAGES, DOCUMENTS)},
+        }
+        with open(self._folder / SHARD, "w", encoding="utf-8") as about_file:
+            json.dump(about, about_file, indent=2)
+            about_file.flush()
+            os.fsync(about_file.fileno())
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        if kind is None:
+            self._finish()
+        self._file.close()
+
+
+def _sha256(path: pathlib.Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_prepared(folder: str) -> bool:
+    """Whether a name is that of a folder of prepared text."""
+    return "://" not in folder and os.path.isdir(folder) and not any(c in folder for c in "*?[")
+
+
+class PreparedText:
+    """A folder of prepared text, opened: its tokens are one long text that any part can be read of.
+
+    Raises `UserError` if the folder is not whole; every read, if what it reads is damaged.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        self.index = _read_index(folder)
+        self._shards = self.index["shards"]
+        self.num_documents, self.num_tokens = self.index["documents"], self.index["tokens"]
+        self.options: dict = self.index["options"]
+        self._type = page_type(self.index["tokenizer"]["vocab_size"])
+        sizes = [shard["tokens"] for shard in self._shards]
+        self._first_S = np.cumsum([0, *sizes])
+        self._header = [self._check_size(shard) for shard in self._shards]
+        # Fewer than a process may open, as a rule.
+        self._opened = functools.lru_cache(maxsize=256)(self._open)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.folder / "tokenizer")
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for two folders with the same tokens."""
+        return hashlib.sha256(json.dumps(self.index).encode()).hexdigest()[:16]
+
+    def _damaged(self, shard: dict, what: str) -> UserError:
+        path = self.folder / shard["name"]
+        return UserError(
+            f"{path}: {what}: delete {path.name} and {INDEX} and give the command that prepared {self.folder} again, "
+            "which makes this shard anew"
+        )
+
+    def _check_size(self, shard: dict) -> int:
+        """Raises `UserError` if a shard has not the size that it should have; returns that of its header, in bytes."""
+        path = self.folder / shard["name"] / PAGES
+        body = -(-shard["tokens"] // PAGE) * self._type.itemsize
+        try:
+            header = path.stat().st_size - body
+            documents = (self.folder / shard["name"] / DOCUMENTS).stat().st_size
+        except OSError as error:
+            raise self._damaged(shard, f"{path.name} cannot be read ({error.strerror})") from error
+        if not 0 < header < 2**16 or documents < 8 * shard["documents"]:
+            raise self._damaged(shard, "its size is not the one it was written with")
+        return header
+
+    def _open(self, number: int) -> IO[bytes]:
+        path = self.folder / self._shards[number]["name"] / PAGES
+        return open(path, "rb", buffering=0)
+
+    def tokens(self, first: int, size: int) -> np.ndarray:
+        """The tokens from `first` on, int32 [size], checked."""
+        number = int(np.searchsorted(self._first_S, first, side="right")) - 1
+        parts = []
+        while size:
+            inside = first - int(self._first_S[number])
+            part = min(size, self._shards[number]["tokens"] - inside)
+            if part:
+                parts.append(self._read(number, inside, part))
+            first, size, number = first + part, size - part, number + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _read(self, number: int, first: int, size: int) -> np.ndarray:
+        begin, end = first // PAGE, -(-(first + size) // PAGE)
+        item, shard = self._type.itemsize, self._shards[number]
+        file = self._opened(number)
+        data = os.pread(file.fileno(), (end - begin) * item, self._header[number] + begin * item)
+        if len(data) < (end - begin) * item:
+            raise self._damaged(shard, "the file has become shorter")
+        pages = np.frombuffer(data, self._type)
+        for place, page in enumerate(pages):
+            if zlib.crc32(page["tokens"]) != page["crc32"]:
+                raise self._damaged(shard, f"the checksum of page {begin + place} is wrong")
+        tokens = pages["tokens"].reshape(-1)[first - begin * PAGE :][:size].astype(np.int32)
+        if tokens.max() >= self.index["tokenizer"]["vocab_size"]:
+            raise self._damaged(shard, f"token {tokens.max()} is outside the vocabulary")
+        return tokens
+
+    def starts(self, number: int) -> np.ndarray:
+        """Where the documents of a shard begin, in tokens of the whole text, int64."""
+        shard = self._shards[number]
+        try:
+            starts_D = np.load(self.folder / shard["name"] / DOCUMENTS)
+        except (OSError, ValueError) as error:
+            raise self._damaged(shard, f"{DOCUMENTS} cannot be read ({error})") from error
+        is_sorted = len(starts_D) == shard["documents"] and bool((np.diff(starts_D) > 0).all())
+        if not is_sorted or (
+            len(starts_D) and not 0 == starts_D[0] <= starts_D[-1] < shard["tokens"]
+        ):
+            raise self._damaged(shard, f"{DOCUMENTS} is damaged")
+        return starts_D + self._first_S[number]
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._shards)
+
+    def documents(self, stride: int) -> Iterator[np.ndarray]:
+        """Every `stride`-th document, with all that stands around its text."""
+        count = 0
+        for number in range(self.num_shards):
+            starts_D = self.starts(number)
+            stops_D = np.append(starts_D[1:], self._first_S[number + 1])
+            for place in range(-count % stride, len(starts_D), stride):
+                yield self.tokens(int(starts_D[place]), int(stops_D[place] - starts_D[place]))
+            count += len(starts_D)
+
+    def check(self, number: int) -> None:
+        """Raises `UserError` unless a shard's files are byte for byte what was written."""
+        shard = self._shards[number]
+        for name, digest in shard["sha256"].items():
+            try:
+                actual = _sha256(self.folder / shard["name"] / name)
+            except OSError as error:
+                raise self._damaged(shard, f"{name} cannot be read ({error.strerror})") from error
+            if actual != digest:
+                raise self._damaged(shard, f"the checksum of {name} is wrong")
+
+
+def _read_index(folder: pathlib.Path) -> dict:
+    path = folder / INDEX
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        known = index["format"]
+        shards = [(s["name"], s["documents"], s["tokens"], s["sha256"]) for s in index["shards"]]
+        total = sum(tokens for _, _, tokens, _ in shards)
+        is_whole = (index["tokens"], index["documents"]) == (total, sum(s[1] for s in shards))
+        _ = index["options"], index["tokenizer"]["vocab_size"]
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} has no {INDEX}: it is no prepared text, or not to its end (python -m calm_jax.data.prepare); files "
+            f"in it are named by a glob, such as {folder}/*.jsonl"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error!r}): prepare the text again") from error
+    if known != FORMAT:
+        raise UserError(
+            f"{path} has the format {known!r}, this version reads {FORMAT!r}: prepare the text again"
+        )
+    if not is_whole:
+        raise UserError(f"{path} is damaged, its numbers do not add up: prepare the text again")
+    return index
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedBlocks:
+    """Blocks of a prepared text: a random-access source of {"tokens", "targets"}, int32 [block_tokens] each.
+
+    Running text, or, with `first_N` and `size_N`, blocks of whole documents, filled up with masked pads.
+    """
+
+    text: PreparedText
+    block_tokens: int
+    first_N: np.ndarray | None = None
+    size_N: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        if self.first_N is None:
+            return self.text.num_tokens // self.block_tokens
+        return len(self.first_N)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if self.first_N is None or self.size_N is None:
+            tokens = self.text.tokens(int(index) * self.block_tokens, self.block_tokens)
+            return {"tokens": tokens, "targets": tokens}
+        size = int(self.size_N[index])
+        tokens = np.full(self.block_tokens, self.text.index["tokenizer"]["pad_id"], np.int32)
+        tokens[:size] = self.text.tokens(int(self.first_N[index]), size)
+        targets = np.where(np.arange(self.block_tokens) < size, tokens, np.int32(MASKED))
+        return {"tokens": tokens, "targets": targets}
+
+    def targets(self, index_N: np.ndarray) -> np.ndarray:
+        """The targets of some blocks, [N, T]."""
+        return np.stack([self[index]["targets"] for index in index_N])
+
+
+def prepared_blocks(text: PreparedText, block_tokens: int, packing: str) -> PreparedBlocks:
+    """The blocks of a prepared text; no block of whole documents reaches over two shards."""
+    if packing != "documents":
+        return PreparedBlocks(text, block_tokens)
+    firsts, sizes = [], []
+    for number in range(text.num_shards):
+        starts_D = text.starts(number)
+        if len(starts_D):
+            begin = starts_D[0]
+            num_tokens = text.index["shards"][number]["tokens"]
+            first_N, size_N = document_blocks(starts_D - begin, num_tokens, block_tokens)
+            firsts.append(first_N + begin)
+            sizes.append(size_N)
+    return PreparedBlocks(text, block_tokens, np.concatenate(firsts), np.concatenate(sizes))
