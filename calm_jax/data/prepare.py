@@ -70,6 +70,10 @@ _SEED = flags.DEFINE_integer("seed", 0, "of --front_fill=random")
 _SHARD_CHARACTERS = flags.DEFINE_integer("shard_characters", 2**30, "text of a shard")
 
 
+# What is in a folder that no shard was written to.
+_BEFORE_SHARDS = {"inputs.json", "lock", "tokenizer", "work"}
+
+
 @contextmanager
 def _locked(output: pathlib.Path) -> Iterator[None]:
     """Holds the folder for this process. Raises `UserError` if another one does."""
@@ -85,15 +89,23 @@ def _locked(output: pathlib.Path) -> Iterator[None]:
         raise UserError(f"{output} cannot be written: {error.strerror or error}") from error
 
 
+def _refuse_foreign(output: pathlib.Path) -> None:
+    """Makes the folder. Raises `UserError` if there is something else in it."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        names = {entry.name for entry in output.iterdir()}
+    except OSError as error:
+        raise UserError(f"--output={output} cannot be made: {error.strerror}") from error
+    # A run that was killed as it began has left these.
+    others = {name for name in names if name != "lock" and not name.startswith("inputs.json.")}
+    if others and "inputs.json" not in names:
+        raise UserError(f"--output={output} is not empty and no prepared text: give another folder")
+
+
 def _begin(output: pathlib.Path, about: dict) -> None:
-    """Makes the folder, or finds that it was begun with the same. Raises `UserError` if it was not."""
+    """Writes down what the folder is made of, or finds that it is the same. Raises `UserError` if it is not."""
     path = output / "inputs.json"
     if not path.exists():
-        others = {entry.name for entry in output.iterdir()} - {"lock", "inputs.json.tmp"}
-        if others:
-            raise UserError(
-                f"--output={output} is not empty and no prepared text: give another folder"
-            )
         plan.write_json(path, about)
         return
     try:
@@ -101,12 +113,16 @@ def _begin(output: pathlib.Path, about: dict) -> None:
         then, now = _flat(stored), _flat(about)
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path} cannot be read ({error}): give another --output") from error
-    for key in now | then:
-        if now.get(key) != then.get(key):
-            raise UserError(
-                f"--output={output} was begun with {key}={then.get(key)!r}, not {now.get(key)!r}: give another folder, "
-                "or delete it"
-            )
+    other = [key for key in now | then if now.get(key) != then.get(key)]
+    if other and {entry.name for entry in output.iterdir()} <= _BEFORE_SHARDS:
+        # It came to nothing worth keeping: a wrong field's name, say.
+        shutil.rmtree(output / "work", ignore_errors=True)
+        plan.write_json(path, about)
+    elif other:
+        key = other[0]
+        raise UserError(
+            f"--output={output} was begun with {key}={then.get(key)!r}, not {now.get(key)!r}: give another folder, or delete it"
+        )
 
 
 def _flat(about: dict) -> dict:
@@ -184,17 +200,15 @@ def prepare(
         "states": [list(about) if about else None for about in inputs.states],
     }
     output = output.absolute()
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output={output} cannot be made: {error.strerror}") from error
+    _refuse_foreign(output)
     with _locked(output):
         _begin(output, about)
+        work = output / "work"
         if _is_done(output):
             print(f"{output} is prepared, there is nothing to do")
+            shutil.rmtree(work, ignore_errors=True)
             return PreparedText(output).index
         tokenizer.save(output / "tokenizer")
-        work = output / "work"
         work.mkdir(exist_ok=True)
         cluster = Cluster(work, workers, scheduler)
         try:

@@ -63,7 +63,8 @@ class ShardWriter:
         tokens = np.concatenate(self._pending) if self._pending else np.zeros(0, np.int32)
         pages = np.zeros(num_pages, self._type)
         whole, rest = tokens[: num_pages * PAGE], tokens[num_pages * PAGE :]
-        pages["tokens"].reshape(-1)[: len(whole)] = whole
+        filler = num_pages * PAGE - len(whole)
+        pages["tokens"] = np.pad(whole, (0, filler)).reshape(num_pages, PAGE)
         pages["crc32"] = [zlib.crc32(page) for page in pages["tokens"]]
         self._file.write(pages.tobytes())
         self._pending, self._num_pending = [rest], len(rest)

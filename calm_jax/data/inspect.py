@@ -1,0 +1,138 @@
+"""Shows what is in a folder of prepared text.
+
+python -m calm_jax.data.inspect prepared/pile/lm [--examples=3] [--checksums]
+"""
+
+import itertools
+import pathlib
+
+import numpy as np
+import rich.table
+import rich.text
+from absl import app, flags
+
+from calm_jax.command import command, parse_flags
+from calm_jax.data.shards import PreparedText
+from calm_jax.data.tokenizers import Tokenizer
+from calm_jax.errors import UserError
+from calm_jax.metrics import console
+
+_EXAMPLES = flags.DEFINE_integer("examples", 3, "documents to show the beginning of")
+_TOKENS = flags.DEFINE_integer("tokens", 64, "of each of them")
+_CHUNK_SIZE = flags.DEFINE_integer("chunk_size", 0, "K; that of the preparation unless given")
+_ROUND_TRIPS = flags.DEFINE_integer("round_trips", 100, "documents to decode and encode again")
+_CHECKSUMS = flags.DEFINE_bool("checksums", False, "read everything, and compare its SHA-256")
+_BAR = 40
+
+
+def _summary(text: PreparedText) -> None:
+    index = text.index
+    table = rich.table.Table(show_header=False, box=None)
+    rows = {
+        "documents": f"{index['documents']:,}",
+        "tokens": f"{index['tokens']:,}, {index['tokens'] / max(1, index['documents']):,.1f} a document",
+        "shards": f"{text.num_shards:,}",
+        "tokenizer": ", ".join(f"{key} {value}" for key, value in index["tokenizer"].items()),
+        "options": ", ".join(f"{key}={value}" for key, value in text.options.items()),
+    }
+    rows |= {f"left out: {reason}": f"{count:,}" for reason, count in index["left_out"].items()}
+    for name, value in rows.items():
+        table.add_row(name, rich.text.Text(value))
+    console().print(table)
+
+
+def lengths(text: PreparedText) -> np.ndarray:
+    """Tokens of each document, with all that stands around its text: documents by the power of two that they reach."""
+    counts_P = np.zeros(64, np.int64)
+    first = 0
+    for number in range(text.num_shards):
+        first_next = first + text.index["shards"][number]["tokens"]
+        length_D = np.diff(text.starts(number), append=first_next)
+        counts_P += np.bincount(np.log2(length_D).astype(int), minlength=64)
+        first = first_next
+    return counts_P
+
+
+def _histogram(text: PreparedText) -> None:
+    counts_P = lengths(text)
+    (powers,) = np.nonzero(counts_P)
+    table = rich.table.Table("tokens", "documents", "", box=None)
+    for power in range(powers[0], powers[-1] + 1) if len(powers) else ():
+        count = int(counts_P[power])
+        bar = "█" * -(-_BAR * count // int(counts_P.max()))
+        table.add_row(f"{2**power:,} to {2 ** (power + 1) - 1:,}", f"{count:,}", bar)
+    console().print(table)
+
+
+def with_boundaries(tokens: np.ndarray, first: int, chunk_size: int, tokenizer: Tokenizer) -> str:
+    """The text of tokens, the first of which is the `first` of the whole text, with a bar between chunks."""
+    names = {tokenizer.bos_id: "⟨bos⟩", tokenizer.eos_id: "⟨eos⟩", tokenizer.pad_id: "⟨pad⟩"}
+    shown: list[str] = []
+    pending: list[int] = []
+    for place, token in enumerate(tokens.tolist(), first):
+        if place % chunk_size == 0 and place > first:
+            shown.append("|")
+        if token in names:
+            shown.append(names[token])
+            continue
+        pending.append(token)
+        piece = tokenizer.decode(pending)
+        # A character may need several tokens; what never becomes one is shown as it is.
+        if not piece.endswith("\ufffd") or len(pending) > 8:
+            shown.append(piece)
+            pending = []
+    return "".join(shown) + (tokenizer.decode(pending) if pending else "")
+
+
+def _examples(text: PreparedText, number: int, size: int, chunk_size: int) -> None:
+    """Of documents evenly spaced over the shards."""
+    shards = [text.num_shards * i // number for i in range(number)]
+    for place, shard in enumerate(shards):
+        starts_D = text.starts(shard)
+        if not len(starts_D):
+            continue
+        first = int(starts_D[len(starts_D) * place // number])
+        tokens = text.tokens(first, min(size, text.num_tokens - first))
+        print(f"\nfrom token {first:,} on, a bar after each {chunk_size} tokens:")
+        print(with_boundaries(tokens, first, chunk_size, text.tokenizer))
+
+
+def round_trips(text: PreparedText, most: int) -> tuple[int, int]:
+    """Documents whose text gives the same tokens again, and how many were tried."""
+    tokenizer, stride = text.tokenizer, max(1, text.num_documents // most)
+    special = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id]
+    same = tried = 0
+    for tokens in itertools.islice(text.documents(stride), most):
+        ids = tokens[~np.isin(tokens, special)]
+        same += np.array_equal(tokenizer.encode_array(tokenizer.decode(ids)), ids)
+        tried += 1
+    return same, tried
+
+
+@command
+def main(argv: list[str]) -> None:
+    if len(argv) != 2:
+        raise UserError("give one folder of prepared text: python -m calm_jax.data.inspect DIR")
+    for flag in (_EXAMPLES, _TOKENS, _CHUNK_SIZE, _ROUND_TRIPS):
+        if flag.value < 0:
+            raise UserError(f"--{flag.name}={flag.value} must not be negative")
+    text = PreparedText(pathlib.Path(argv[1]))
+    _summary(text)
+    _histogram(text)
+    _examples(text, _EXAMPLES.value, _TOKENS.value, _CHUNK_SIZE.value or text.options["chunk_size"])
+    if _ROUND_TRIPS.value:
+        same, tried = round_trips(text, _ROUND_TRIPS.value)
+        note = ""
+        if same < tried and text.options["packing"] == "published":
+            note = " (the published packing cuts documents off, also inside a word)"
+        print(
+            f"\n{same} of {tried} documents give the same tokens when their text is tokenised again{note}"
+        )
+    if _CHECKSUMS.value:
+        for number in range(text.num_shards):
+            text.check(number)
+        print(f"the checksums of all {text.num_shards} shards are right")
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags)

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Prepares the published training text: what configs/calm_*.py and configs/ar_*.py read.
+#
+#   launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.json [--output=prepared] [--dry_run]
+#       [flags of python -m calm_jax.data.prepare: --workers=N, --scheduler=ADDRESS, ...]
+#
+# Needs: pip install -e '.[data]'; the 30 training files of the Pile without its copyrighted parts (00.jsonl.zst to
+# 29.jsonl.zst, monology/pile-uncopyrighted on the Hugging Face hub: some 350 GB) in DIR; Llama 3's tokenizer.model;
+# WikiText-103's test articles, one object with the field "text" a line.
+# DIR may be remote, hf://datasets/monology/pile-uncopyrighted/train too, but every file is read twice, and more often by
+# many workers.
+# Costs: about 300 billion tokens at 1.5 million a second and core, for the language model and once more for the baseline
+# (some 60 core hours each), and 4 bytes a token on disk (1.2 TB each). Leave parts out with --parts=autoencoder,lm.
+# Killed and given again, it goes on where it was.
+set -euo pipefail
+
+pile="" tokenizer="" validation="" output=prepared parts=autoencoder,lm,ar run=() rest=()
+for flag in "$@"; do
+    case $flag in
+        --pile=*) pile=${flag#*=} ;;
+        --tokenizer=*) tokenizer=${flag#*=} ;;
+        --validation=*) validation=${flag#*=} ;;
+        --output=*) output=${flag#*=} ;;
+        --parts=*) parts=${flag#*=} ;;
+        --dry_run) run=(echo) ;;
+        *) rest+=("$flag") ;;
+    esac
+done
+if [[ -z $pile || -z $tokenizer || -z $validation ]]; then
+    echo "error: give --pile=DIR, --tokenizer=FILE and --validation=FILE" >&2
+    exit 2
+fi
+for part in ${parts//,/ }; do
+    if [[ ! $part =~ ^(autoencoder|lm|ar)$ ]]; then
+        echo "error: --parts=$parts: '$part' is none of autoencoder, lm, ar" >&2
+        exit 2
+    fi
+done
+for file in "$tokenizer" "$validation"; do
+    if [[ ! -f $file ]]; then
+        echo "error: there is no file $file" >&2
+        exit 2
+    fi
+done
+
+# A part's name, its files, and how its documents become blocks.
+prepare() {
+    local part=$1 files=$2
+    shift 2
+    [[ ,$parts, == *,$part,* ]] || return 0
+    "${run[@]}" python -m calm_jax.data.prepare --input="$files" --tokenizer="$tokenizer" --output="$output/pile/$part" \
+        --max_words=10000 --packing=published "$@" "${rest[@]}"
+}
+
+prepare autoencoder "$pile/0[01].jsonl.zst" --block_tokens=2048 --append_eos --align_documents_to_chunks --chunk_size=4
+prepare lm "$pile/0[2-9].jsonl.zst,$pile/[12][0-9].jsonl.zst" --block_tokens=8192 --noappend_eos
+prepare ar "$pile/[012][0-9].jsonl.zst" --block_tokens=2048 --noappend_eos
+
+# Whole or not at all, as everything else.
+"${run[@]}" mkdir -p "$output"
+"${run[@]}" cp "$validation" "$output/wikitext.jsonl.tmp"
+"${run[@]}" mv "$output/wikitext.jsonl.tmp" "$output/wikitext.jsonl"
