@@ -312,7 +312,7 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
         _refuse_converted(workdir)
         workdir.check_config(config, training=True)
     start, _ = _sources(config, workdir, fresh, tokenizer=None)
-    if fresh and start is None and not config.data.has_prepared:
+    if fresh and start is None and not config.data.names_folders:
         check_path(config.tokenizer)
     _check_autoencoder_stage(config, workdir, fresh)
     print("data: reading and tokenising", flush=True)

@@ -1,1 +1,11 @@
-"""From text to batches of token ids: corpus (files to documents), tokenizers, pipeline (documents to batches)."""
+"""From text to batches of token ids.
+
+files, documents     records out of files of every kind, packed or not, local or remote
+tokenizers           text to ids
+blocks               what stands around a document's ids, and the ways to cut them into blocks
+plan, make_shards,   large text to shards of tokens, by many processes: `python -m calm_jax.data.prepare`
+cluster, prepare
+shards, inspect      reading them: `python -m calm_jax.data.inspect`
+corpus               the text of a run
+pipeline             blocks to batches
+"""

@@ -77,13 +77,21 @@ class DataConfig:
         )
 
     @property
-    def has_prepared(self) -> bool:
-        """Whether some of the training text is prepared, and brings its tokenizer."""
-        return any(map(is_prepared, _entries(self.train_files) + _entries(self.autoencoder_files)))
+    def names_folders(self) -> bool:
+        """Whether some of the training text is said to be prepared, and brings its tokenizer."""
+        return any(map(_is_folder, _entries(self.train_files) + _entries(self.autoencoder_files)))
 
 
 def _entries(files: str) -> list[str]:
     return [entry.strip() for entry in files.split(",")] if files else []
+
+
+def _is_folder(entry: str) -> bool:
+    """Whether an entry names a folder, there or not, rather than files."""
+    looks_like_it = not (
+        pathlib.PurePath(entry).suffix or set(entry) & set("*?[") or "://" in entry
+    )
+    return looks_like_it or is_prepared(entry)
 
 
 # Documents in memory, or shards of tokens.
@@ -191,20 +199,23 @@ class _Reader:
         self.skipped["equal to one before"] += not is_new
         return is_new
 
+    def _prepared(self, folder: str, key: str) -> PreparedText:
+        if not os.path.exists(folder):
+            raise UserError(_no_folder(folder, key))
+        if self._config.prompt_field:
+            raise UserError(
+                f"{key}: {folder} is prepared text, which has no data.prompt_field={self._config.prompt_field!r}: "
+                "give files of records"
+            )
+        return PreparedText(pathlib.Path(folder))
+
     def sources(self, files: str, key: str, is_mixture: bool) -> list[Source]:
         """A source for each entry; without weights one for all that is read into memory."""
         sources: list[Source] = []
         globs = []
         for entry in _entries(files):
-            if is_prepared(entry):
-                if self._config.prompt_field:
-                    raise UserError(
-                        f"{key}: {entry} is prepared text, which has no data.prompt_field={self._config.prompt_field!r}: "
-                        "give files of records"
-                    )
-                sources.append(PreparedText(pathlib.Path(entry)))
-            elif not (pathlib.PurePath(entry).suffix or set(entry) & set("*?[") or "://" in entry):
-                raise UserError(_no_folder(entry, key))
+            if _is_folder(entry):
+                sources.append(self._prepared(entry, key))
             elif is_mixture:
                 sources.append(self.training(entry, key))
             else:
@@ -245,14 +256,16 @@ def load_corpus(
     reader = _Reader(config)
     sources: list[Source] = []
     own: list[Source] = []
+    # What is missing is missed before anything is read.
+    if config.validation_files:
+        _warn_of_overlap(config)
+    if with_autoencoder and config.autoencoder_files:
+        own = reader.sources(config.autoencoder_files, "data.autoencoder_files", False)
     if with_train and config.train_files:
         sources = reader.sources(config.train_files, "data.train_files", bool(config.mixture))
     elif with_train and not config.validation_files:
         sources = [standard_library_documents()]
-    if with_autoencoder and config.autoencoder_files:
-        own = reader.sources(config.autoencoder_files, "data.autoencoder_files", False)
     if config.validation_files:
-        _warn_of_overlap(config)
         validation = reader.validation(config.validation_files, "data.validation_files")
     else:
         sources, validation = _hold_out(sources, own, config)
@@ -263,7 +276,7 @@ def load_corpus(
 def _warn_of_overlap(config: DataConfig) -> None:
     overlap = _real_paths(config.validation_files, "data.validation_files")
     for key in ("train_files", "autoencoder_files"):
-        globs = [entry for entry in _entries(getattr(config, key)) if not is_prepared(entry)]
+        globs = [entry for entry in _entries(getattr(config, key)) if not _is_folder(entry)]
         if globs and (both := overlap & _real_paths(",".join(globs), f"data.{key}")):
             logging.warning(
                 "data.validation_files: %s is among data.%s too: scores on it say nothing about new text",
