@@ -1,11 +1,13 @@
 """Who prepares text: Dask workers of this machine or of a running cluster, and what they tell of their progress."""
 
+import contextlib
 import logging
 import os
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import rich.progress
 
@@ -41,7 +43,7 @@ class Progress:
                 rich.progress.BarColumn(),
                 rich.progress.TextColumn("{task.fields[text]}"),
             )
-            self._task = self._bar.add_task(what, total=total, text="")
+            self._task = self._bar.add_task(what, total=total or None, text="")
             self._bar.start()
 
     def add(self, documents: int, characters: int, tokens: int) -> None:
@@ -57,24 +59,27 @@ class Progress:
             self._shown = now
             print(f"{self._what}: {self._text(now)}", flush=True)
 
-    def _text(self, now: float) -> str:
+    def _counted(self, now: float) -> str:
         seconds = max(now - self._began, 1e-9)
         parts = [f"{self.counts['documents']:,} documents"]
         for name in ("characters", "tokens"):
             if self.counts[name] and (name == "tokens" or not self.counts["tokens"]):
                 count = self.counts[name]
                 parts.append(f"{count / 1e6:,.1f}M {name}, {count / seconds / 1e6:.2f}M a second")
-        if 0 < self._done < self._total:
-            left = seconds / self._done * (self._total - self._done)
-            parts.append(f"{duration(left)} left")
         return ", ".join(parts)
+
+    def _text(self, now: float) -> str:
+        if not 0 < self._done < self._total:
+            return self._counted(now)
+        left = (now - self._began) / self._done * (self._total - self._done)
+        return f"{self._counted(now)}, {duration(left)} left"
 
     def close(self) -> None:
         now = time.monotonic()
         if self._bar:
             self._bar.stop()
         else:
-            print(f"{self._what}: {self._text(now)}, {duration(now - self._began)}", flush=True)
+            print(f"{self._what}: {self._counted(now)}, {duration(now - self._began)}", flush=True)
 
 
 def report(*counts: int) -> None:
@@ -84,10 +89,17 @@ def report(*counts: int) -> None:
     distributed.get_worker().log_event(_TOPIC, counts)
 
 
-class Cluster:
-    """Dask workers: processes of this machine, or those of a running cluster."""
+class Cluster(contextlib.ExitStack):
+    """Dask workers, in a `with`: processes of this machine, or those of a running cluster.
+
+    work: a folder that all of them have to see. Raises `UserError` if there are no such workers.
+    """
 
     def __init__(self, work: pathlib.Path, workers: int, scheduler: str):
+        super().__init__()
+        self._work, self._workers, self._scheduler = work, workers, scheduler
+
+    def __enter__(self) -> "Cluster":
         try:
             import dask
 
@@ -95,31 +107,42 @@ class Cluster:
             import distributed
         except ImportError as error:
             raise UserError("preparing text needs Dask: pip install 'calm_jax[data]'") from error
-        self._distributed, self._local = distributed, None
+        self._distributed = distributed
+        # Closes what was begun if the rest fails.
+        with contextlib.ExitStack() as stack:
+            address = self._scheduler or stack.enter_context(self._local())
+            self.client = self._connected(address, stack)
+            for worker, sees_it in self.client.run(os.path.isdir, str(self._work)).items():
+                if not sees_it:
+                    raise UserError(
+                        f"worker {worker} does not see {self._work}: give an --output that all workers share"
+                    )
+            self.push(stack.pop_all())
+        return self
+
+    def _local(self) -> Any:
+        return self._distributed.LocalCluster(
+            n_workers=self._workers,
+            threads_per_worker=1,
+            # A document is what it is; the system decides what is too much.
+            memory_limit=0,
+            dashboard_address=None,
+            local_directory=str(self._work / "dask"),
+            silence_logs=logging.CRITICAL,
+        )
+
+    def _connected(self, address: Any, stack: contextlib.ExitStack) -> Any:
         try:
-            if scheduler:
-                self.client = distributed.Client(scheduler, timeout=_CLUSTER_TIMEOUT)
-                self.client.wait_for_workers(1, timeout=_CLUSTER_TIMEOUT)
-            else:
-                self._local = distributed.LocalCluster(
-                    n_workers=workers,
-                    threads_per_worker=1,
-                    # A document is what it is; the system decides what is too much.
-                    memory_limit=0,
-                    dashboard_address=None,
-                    local_directory=str(work / "dask"),
-                    silence_logs=logging.CRITICAL,
-                )
-                self.client = distributed.Client(self._local)
+            client = stack.enter_context(
+                self._distributed.Client(address, timeout=_CLUSTER_TIMEOUT)
+            )
+            client.wait_for_workers(1, timeout=_CLUSTER_TIMEOUT)
         except (OSError, TimeoutError, ValueError) as error:
             raise UserError(
-                f"--scheduler={scheduler!r} cannot be reached, or has no workers, within {_CLUSTER_TIMEOUT} s ({error})"
+                f"--scheduler={self._scheduler!r} cannot be reached, or has no workers, within {_CLUSTER_TIMEOUT} s "
+                f"({error})"
             ) from error
-        for address, sees_it in self.client.run(os.path.isdir, str(work)).items():
-            if not sees_it:
-                raise UserError(
-                    f"worker {address} does not see {work}: give an --output that all workers share"
-                )
+        return client
 
     @property
     def num_workers(self) -> int:
@@ -150,8 +173,3 @@ class Cluster:
                 self.client.unsubscribe_topic(_TOPIC)
                 progress.close()
             self.client.cancel(futures, force=True)
-
-    def close(self) -> None:
-        self.client.close()
-        if self._local is not None:
-            self._local.close()

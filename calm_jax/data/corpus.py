@@ -199,6 +199,11 @@ class _Reader:
         self.skipped["equal to one before"] += not is_new
         return is_new
 
+    def open_folders(self, files: str, key: str) -> None:
+        """Raises `UserError` if a folder of prepared text is not there, or not whole."""
+        for entry in filter(_is_folder, _entries(files)):
+            self._prepared(entry, key)
+
     def _prepared(self, folder: str, key: str) -> PreparedText:
         if not os.path.exists(folder):
             raise UserError(_no_folder(folder, key))
@@ -257,8 +262,17 @@ def load_corpus(
     sources: list[Source] = []
     own: list[Source] = []
     # What is missing is missed before anything is read.
+    if with_train:
+        reader.open_folders(config.train_files, "data.train_files")
+    if with_autoencoder:
+        reader.open_folders(config.autoencoder_files, "data.autoencoder_files")
     if config.validation_files:
         _warn_of_overlap(config)
+    elif config.names_folders or (with_autoencoder and config.autoencoder_files):
+        raise UserError(
+            "data.validation_files is empty: of prepared text, and beside data.autoencoder_files, nothing is held out; "
+            "name files to score on with --config.data.validation_files=GLOB"
+        )
     if with_autoencoder and config.autoencoder_files:
         own = reader.sources(config.autoencoder_files, "data.autoencoder_files", False)
     if with_train and config.train_files:
@@ -268,7 +282,7 @@ def load_corpus(
     if config.validation_files:
         validation = reader.validation(config.validation_files, "data.validation_files")
     else:
-        sources, validation = _hold_out(sources, own, config)
+        sources, validation = _hold_out(sources, config)
     train = tuple(sources)
     return Corpus(train, tuple(own) or train, validation, dict(reader.skipped))
 
@@ -286,14 +300,9 @@ def _warn_of_overlap(config: DataConfig) -> None:
 
 
 def _hold_out(
-    sources: Sequence[Source], own: Sequence[Source], config: DataConfig
+    sources: Sequence[list[Document]], config: DataConfig
 ) -> tuple[list[Source], list[Document]]:
     """Takes the validation text out of the training text, source by source."""
-    if own or any(isinstance(source, PreparedText) for source in sources):
-        raise UserError(
-            "data.validation_files is empty: of prepared text, and beside data.autoencoder_files, nothing is held out; "
-            "name files to score on with --config.data.validation_files=GLOB"
-        )
     kept: list[Source] = []
     validation: list[Document] = []
     for documents in sources:

@@ -210,8 +210,7 @@ def prepare(
             return PreparedText(output).index
         tokenizer.save(output / "tokenizer")
         work.mkdir(exist_ok=True)
-        cluster = Cluster(work, workers, scheduler)
-        try:
+        with Cluster(work, workers, scheduler) as cluster:
             layout = _make_layout(cluster, work, inputs, options)
             todo = make_shards.pending(output, layout.num_shards)
             runs = _runs(layout, todo, cluster.num_workers)
@@ -219,8 +218,6 @@ def prepare(
             progress = Progress("tokenising", total)
             call = functools.partial(make_shards.make_shards, output, work, options, report)
             cluster.run(call, runs, progress)
-        finally:
-            cluster.close()
         index = make_shards.write_index(output, layout, options, tokenizer)
         shutil.rmtree(work, ignore_errors=True)
         return index
