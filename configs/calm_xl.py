@@ -1,6 +1,6 @@
 """CALM-XL: 1.830B parameters (paper, table 1; published BrierLM 8.53 after 250k steps).
 
-launch/prepare_pile.sh  # once: the published text, or name other with --config.data.train_files
+launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.json  # once
 python -m calm_jax.main --config=configs/calm_xl.py
 """
 

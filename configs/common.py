@@ -170,6 +170,7 @@ def published_text(config: ConfigDict, name: str) -> None:
     # Of the Pile's shards 00 and 01; the language model's are 02 to 29, the baseline's are all.
     config.data.autoencoder_files = "prepared/pile/autoencoder" if name == "lm" else ""
     config.data.max_words = 10_000
+    config.autoencoder.data.packing = config.lm.data.packing = "published"
 
 
 def _autoencoder_model() -> ConfigDict:
@@ -325,7 +326,7 @@ def _blocks(block_tokens: int, append_eos: bool, align_documents_to_chunks: bool
     # How training documents become blocks: "windows" of running text, all of it; "published", of every 1,000 documents
     # what does not fill a block is dropped; "documents", blocks begin with a document, take as many whole ones as fit,
     # and are filled up with pads that are no targets. Validation text is always windows.
-    data.packing = "published"
+    data.packing = "windows"
     # Put eos after each document.
     data.append_eos = append_eos
     # Fill each document with pads up to whole chunks, so that no chunk straddles two documents.

@@ -22,7 +22,6 @@ def get_config(arguments: str = "") -> ConfigDict:
     # A third of the paper's rate: lets so small an autoencoder converge in minutes.
     model.dropout = 0.05
     config.autoencoder.data.block_tokens = 64
-    config.autoencoder.data.packing = "windows"
     config.autoencoder.data.front_fill = "random"
     optimizer = config.autoencoder.optimizer
     optimizer.learning_rate = 4e-3
@@ -48,7 +47,6 @@ def get_config(arguments: str = "") -> ConfigDict:
     head.num_samples = 4
     head.num_target_samples = 16
     config.lm.data.block_tokens = 512
-    config.lm.data.packing = "windows"
     config.lm.data.append_eos = True
     config.lm.data.align_documents_to_chunks = True
     config.lm.data.front_fill = "random"

@@ -14,7 +14,7 @@
 # Killed and given again, it goes on where it was.
 set -euo pipefail
 
-pile="" tokenizer="" validation="" output=prepared parts=autoencoder,lm,ar run=() rest=()
+pile="" tokenizer="" validation="" output=prepared parts=autoencoder,lm,ar dry_run=0 rest=()
 for flag in "$@"; do
     case $flag in
         --pile=*) pile=${flag#*=} ;;
@@ -22,7 +22,7 @@ for flag in "$@"; do
         --validation=*) validation=${flag#*=} ;;
         --output=*) output=${flag#*=} ;;
         --parts=*) parts=${flag#*=} ;;
-        --dry_run) run=(echo) ;;
+        --dry_run) dry_run=1 ;;
         *) rest+=("$flag") ;;
     esac
 done
@@ -43,20 +43,52 @@ for file in "$tokenizer" "$validation"; do
     fi
 done
 
+run() {
+    if ((dry_run)); then
+        echo "$*"
+    else
+        "$@"
+    fi
+}
+
+if ! head -n 1 "$validation" | grep -q '"text"'; then
+    echo "error: --validation=$validation: its first line has no field \"text\"" >&2
+    exit 2
+fi
+if [[ $pile == *,* ]]; then
+    echo "error: --pile=$pile must have no comma in its name" >&2
+    exit 2
+fi
+first=0 last=29
+[[ $parts == autoencoder ]] && last=1
+[[ $parts == lm ]] && first=2
+if [[ $pile != *://* ]]; then
+    for number in $(seq -f %02g $first $last); do
+        if [[ ! -f $pile/$number.jsonl.zst ]]; then
+            echo "error: there is no $pile/$number.jsonl.zst" >&2
+            exit 2
+        fi
+    done
+fi
+
+# Before the long work: whole or not at all, as everything else.
+run mkdir -p "$output"
+run install -m 644 "$validation" "$output/wikitext.jsonl.tmp"
+run mv "$output/wikitext.jsonl.tmp" "$output/wikitext.jsonl"
+
 # A part's name, its files, and how its documents become blocks.
 prepare() {
     local part=$1 files=$2
     shift 2
     [[ ,$parts, == *,$part,* ]] || return 0
-    "${run[@]}" python -m calm_jax.data.prepare --input="$files" --tokenizer="$tokenizer" --output="$output/pile/$part" \
-        --max_words=10000 --packing=published "$@" "${rest[@]}"
+    run python -m calm_jax.data.prepare --input="$files" --tokenizer="$tokenizer" --output="$output/pile/$part" \
+        --max_words=10000 --packing=published "$@" ${rest[@]+"${rest[@]}"}
 }
 
 prepare autoencoder "$pile/0[01].jsonl.zst" --block_tokens=2048 --append_eos --align_documents_to_chunks --chunk_size=4
 prepare lm "$pile/0[2-9].jsonl.zst,$pile/[12][0-9].jsonl.zst" --block_tokens=8192 --noappend_eos
 prepare ar "$pile/[012][0-9].jsonl.zst" --block_tokens=2048 --noappend_eos
 
-# Whole or not at all, as everything else.
-"${run[@]}" mkdir -p "$output"
-"${run[@]}" cp "$validation" "$output/wikitext.jsonl.tmp"
-"${run[@]}" mv "$output/wikitext.jsonl.tmp" "$output/wikitext.jsonl"
+if [[ $output != prepared ]]; then
+    echo "the recipes read prepared/: give them --config.data.train_files=$output/pile/lm and so on, or link it"
+fi

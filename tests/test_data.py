@@ -145,7 +145,7 @@ BAD_LINES = {
     "lone surrogate": rb'{"text": "\ud800"}',
 }
 MORE_BAD_LINES = [
-    (b"[1]", "no field 'text'"),
+    (b"[1]", "not an object with fields but a list"),
     (b'{"text": null}', "NoneType"),
     (b'{"text": ' + b"[" * 100_000, "not valid JSON"),
     pytest.param(

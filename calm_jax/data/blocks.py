@@ -165,7 +165,7 @@ def document_blocks(
         begins.append(part)
         part = next_P[part]
     first_N = first_P[begins]
-    return first_N, stop_P[np.append(begins[1:], len(next_P)) - 1] - first_N
+    return first_N, stop_P[np.asarray([*begins[1:], len(next_P)]) - 1] - first_N
 
 
 def _cut(

@@ -4,8 +4,10 @@ import contextlib
 import logging
 import os
 import pathlib
+import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,22 +16,29 @@ import rich.progress
 from calm_jax.errors import UserError
 from calm_jax.metrics import duration
 
-_TOPIC = "calm_jax"
 # What Dask logs of the comings and goings of workers is no news; and as there is a process for each core, a tokenizer's
 # own threads would only fight.
 _IN_WORKERS = "distributed.nanny.pre-spawn-environ"
 _DASK = {
     "logging.distributed": "critical",
+    # On machines that may go away at any time a task may have to be begun more than three times.
+    "distributed.scheduler.allowed-failures": 10,
     f"{_IN_WORKERS}.DASK_LOGGING__DISTRIBUTED": "critical",
     f"{_IN_WORKERS}.TOKENIZERS_PARALLELISM": "false",
     f"{_IN_WORKERS}.RAYON_NUM_THREADS": "1",
 }
 _LINE_EVERY = 10.0
+# Seconds to wait for a scheduler; for its first worker, which may have to queue; between looks at whether there are any left.
 _CLUSTER_TIMEOUT = 60
+_WORKERS_TIMEOUT = 3600
+_LOOK_EVERY = 15
 
 
 class Progress:
-    """A live line on a terminal; on anything else a plain line now and then."""
+    """A live line on a terminal; on anything else a plain line now and then.
+
+    total: documents that there are to do; 0 if nobody knows.
+    """
 
     def __init__(self, what: str, total: int):
         self._what, self._total = what, total
@@ -48,7 +57,7 @@ class Progress:
 
     def add(self, documents: int, characters: int, tokens: int) -> None:
         """Counts what was done since."""
-        self._done += characters
+        self._done += documents
         self.counts["documents"] += documents
         self.counts["characters"] += characters
         self.counts["tokens"] += tokens
@@ -82,11 +91,30 @@ class Progress:
             print(f"{self._what}: {self._counted(now)}, {duration(now - self._began)}", flush=True)
 
 
-def report(*counts: int) -> None:
-    """In a worker: tells the client's `Progress` what was done since."""
-    import distributed
+class Stopped(Exception):
+    """In a worker: who asked for this task has gone, or has begun another run."""
 
-    distributed.get_worker().log_event(_TOPIC, counts)
+
+class Reporter:
+    """In a worker: tells the client's `Progress` what was done since, and ends the task when the client has gone.
+
+    marker: a file that is there as long as the run.
+    """
+
+    def __init__(self, marker: pathlib.Path):
+        self._marker = marker
+
+    def __call__(self, documents: int, characters: int, tokens: int) -> None:
+        import distributed
+
+        if not self._marker.exists():
+            raise Stopped(f"{self._marker} is gone")
+        distributed.get_worker().log_event(self._marker.name, (documents, characters, tokens))
+
+
+def _leave_interrupts() -> None:
+    """Ctrl-C reaches all processes of a terminal; the one that was started ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class Cluster(contextlib.ExitStack):
@@ -98,6 +126,9 @@ class Cluster(contextlib.ExitStack):
     def __init__(self, work: pathlib.Path, workers: int, scheduler: str):
         super().__init__()
         self._work, self._workers, self._scheduler = work, workers, scheduler
+        # Of this run alone: another one may follow, or run beside it, on the same cluster.
+        self._marker = work / f"run-{uuid.uuid4().hex}"
+        self.report = Reporter(self._marker)
 
     def __enter__(self) -> "Cluster":
         try:
@@ -108,10 +139,14 @@ class Cluster(contextlib.ExitStack):
         except ImportError as error:
             raise UserError("preparing text needs Dask: pip install 'calm_jax[data]'") from error
         self._distributed = distributed
+        self._marker.touch()
+        self.callback(self._marker.unlink, missing_ok=True)
         # Closes what was begun if the rest fails.
         with contextlib.ExitStack() as stack:
             address = self._scheduler or stack.enter_context(self._local())
             self.client = self._connected(address, stack)
+            if not self._scheduler:
+                self.client.register_worker_callbacks(_leave_interrupts)
             for worker, sees_it in self.client.run(os.path.isdir, str(self._work)).items():
                 if not sees_it:
                     raise UserError(
@@ -121,26 +156,31 @@ class Cluster(contextlib.ExitStack):
         return self
 
     def _local(self) -> Any:
-        return self._distributed.LocalCluster(
-            n_workers=self._workers,
-            threads_per_worker=1,
-            # A document is what it is; the system decides what is too much.
-            memory_limit=0,
-            dashboard_address=None,
-            local_directory=str(self._work / "dask"),
-            silence_logs=logging.CRITICAL,
-        )
+        try:
+            return self._distributed.LocalCluster(
+                n_workers=self._workers,
+                threads_per_worker=1,
+                # A document is what it is; the system decides what is too much.
+                memory_limit=0,
+                # None would be a port that another cluster of this machine may have.
+                dashboard_address="localhost:0",
+                local_directory=str(self._work / "dask"),
+                silence_logs=logging.CRITICAL,
+            )
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"--workers={self._workers} could not be started ({error})") from error
 
     def _connected(self, address: Any, stack: contextlib.ExitStack) -> Any:
         try:
             client = stack.enter_context(
                 self._distributed.Client(address, timeout=_CLUSTER_TIMEOUT)
             )
-            client.wait_for_workers(1, timeout=_CLUSTER_TIMEOUT)
+            if not client.scheduler_info(n_workers=-1)["workers"]:
+                print(f"waiting for workers of {self._scheduler}", flush=True)
+            client.wait_for_workers(1, timeout=_WORKERS_TIMEOUT)
         except (OSError, TimeoutError, ValueError) as error:
             raise UserError(
-                f"--scheduler={self._scheduler!r} cannot be reached, or has no workers, within {_CLUSTER_TIMEOUT} s "
-                f"({error})"
+                f"--scheduler={self._scheduler!r} cannot be reached, or has no workers ({error})"
             ) from error
         return client
 
@@ -157,12 +197,14 @@ class Cluster(contextlib.ExitStack):
         """
         if not arguments:
             return
+        topic = self._marker.name
         if progress is not None:
-            self.client.subscribe_topic(_TOPIC, lambda event: progress.add(*event[1]))
+            self.client.subscribe_topic(topic, lambda event: progress.add(*event[1]))
         futures = self.client.map(function, arguments, pure=False)
         try:
-            for future in self._distributed.as_completed(futures):
-                future.result()
+            self._wait(futures)
+        except OSError as error:
+            raise UserError(f"a task could not read or write: {error}") from error
         except self._distributed.KilledWorker as error:
             raise UserError(
                 f"a task's worker died {error.allowed_failures + 1} times, which is too often (is there enough memory?); "
@@ -170,6 +212,28 @@ class Cluster(contextlib.ExitStack):
             ) from error
         finally:
             if progress is not None:
-                self.client.unsubscribe_topic(_TOPIC)
+                self.client.unsubscribe_topic(topic)
                 progress.close()
             self.client.cancel(futures, force=True)
+
+    def _wait(self, futures: Sequence) -> None:
+        """Returns when all are done. Raises the first error, and `UserError` if nobody is there to do them."""
+        pending, looks = set(futures), 0
+        while pending:
+            try:
+                done, pending = self._distributed.wait(
+                    pending, timeout=_LOOK_EVERY, return_when="FIRST_COMPLETED"
+                )
+            except TimeoutError:
+                looks = 0 if self.num_workers else looks + 1
+                if looks > 2:
+                    raise UserError(
+                        "all workers are gone; what was complete is kept, the same command goes on from there"
+                    ) from None
+                continue
+            for future in done:
+                if future.status == "cancelled":
+                    raise UserError(
+                        "the scheduler is gone; what was complete is kept, the same command goes on from there"
+                    )
+                future.result()

@@ -49,7 +49,8 @@ class DataConfig:
             raise UserError(
                 f"data.prompt_field={self.prompt_field!r} needs data.train_files with such records"
             )
-        if self.mixture:
+        # An evaluation may do without the training text.
+        if self.mixture and self.train_files:
             self._check_mixture()
 
     def _check_mixture(self) -> None:
@@ -162,6 +163,8 @@ def _real_paths(globs: str, key: str) -> set[str]:
 
 def _no_folder(entry: str, key: str) -> str:
     way_out = "launch/prepare_pile.sh prepares the published recipes' text, python -m calm_jax.data.prepare any other"
+    if key == "data.train_files":
+        way_out += "; --mode=eval can do without, --config.data.train_files="
     if key == "data.autoencoder_files":
         way_out += ", and --config.data.autoencoder_files= takes data.train_files"
     return f"{key}: there is no prepared text {entry!r}: {way_out}"

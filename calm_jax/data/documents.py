@@ -6,6 +6,7 @@ them are read with fsspec.
 """
 
 import bisect
+import codecs
 import collections
 import dataclasses
 import hashlib
@@ -23,7 +24,7 @@ from calm_jax.data.files import (
     Place,
     format_of,
     library,
-    lines,
+    lines_from,
     opened,
     state,
     too_long,
@@ -79,7 +80,12 @@ class Document:
 
 
 def _field(record: Any, name: str) -> str:
-    if not isinstance(record, dict) or name not in record:
+    if not isinstance(record, dict):
+        raise BadRecord(
+            "no object",
+            f"not an object with fields but a {type(record).__name__} (one record is one line, in .json too)",
+        )
+    if name not in record:
         raise BadRecord("missing field", f"no field {name!r}")
     text = record[name]
     if not isinstance(text, str):
@@ -127,10 +133,12 @@ def _read_text(file: str, name: str) -> Iterator[_Item]:
 
 def _read_lines(file: str, name: str, reading: Reading, start: Place) -> Iterator[_Item]:
     with opened(file) as source:
-        for place, line in lines(source, start):
+        for place, line in lines_from(file, source, start):
             try:
                 if isinstance(line, BadRecord):
                     raise line
+                # Some editors begin a file with a mark of its byte order.
+                line = line if place.number else line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     yield place, _parse(line, f"{name}:{place.number + 1}", reading)
             except BadRecord as bad:
@@ -162,8 +170,12 @@ def _read_parquet(file: str, name: str, reading: Reading, start: Place) -> Itera
                         except BadRecord as bad:
                             yield place, bad
                     number += 1
-        except pyarrow.ArrowException as error:
-            raise BadRecord("damaged file", f"no whole Parquet file ({error})") from error
+        except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            # Also an OSError, where it is the library that objects.
+            reason = " ".join(str(error).split())
+            raise BadRecord("damaged file", f"no whole Parquet file ({reason})") from error
 
 
 def _read_items(file: str, reading: Reading, start: Place) -> Iterator[_Item]:
@@ -198,8 +210,8 @@ def read_file(
 ) -> Iterator[tuple[Place, list[Document]]]:
     """The records of a file from `start` on: where each begins, and its document, or the pieces of it.
 
-    Records that are left out are counted in `skipped`, by the reason. Of a damaged file what comes before the damage is
-    kept. Raises `UserError` on a bad record if they are not to be skipped, and for a file that cannot be read or that
+    Records that are left out are counted in `skipped`, by the reason. Of a damaged file what can be unpacked before the
+    damage is kept. Raises `UserError` on a bad record if they are not to be skipped, and for a file that cannot be read or that
     changes on the way; `key` is what named the file.
     """
     if reading.prompt_field and format_of(file) == ".txt":
@@ -229,6 +241,16 @@ def read_file(
             raise UserError(f"{key}: {file} was changed while it was read: try again")
     except OSError as error:
         raise UserError(f"{key}: {file} cannot be read: {error.strerror or error}") from error
+    except UserError:
+        raise
+    except Exception as error:
+        # Errors of a network are those of whichever library reads it.
+        if "://" not in file:
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{key}: {file} cannot be read ({type(error).__name__}: {reason})"
+        ) from error
 
 
 def _unit(file: str) -> str:

@@ -17,8 +17,10 @@ COMPRESSIONS = (".gz", ".zst")
 # No record is longer; one that is would fill the memory.
 MOST_BYTES = 2**28
 _PIECE = 2**20
-# Unpacked, it may be thousands of times as large.
-_PACKED_PIECE = 2**15
+# Unpacked, it may be tens of thousands of times as large.
+_PACKED_PIECE = 2**12
+# What zstd --long may ask for at most, in bytes of memory.
+_MOST_WINDOW = 2**31
 
 
 class BadRecord(Exception):
@@ -43,12 +45,19 @@ START = Place(0, 0)
 def find_files(globs: str, key: str) -> list[str]:
     """The files that comma-separated globs match, in order and once. Raises `UserError` for a glob without a match."""
     files: list[str] = []
-    for pattern in map(str.strip, globs.split(",")):
+    patterns = [pattern for pattern in map(str.strip, globs.split(",")) if pattern]
+    if not patterns:
+        raise UserError(f"{key}={globs!r} names no file")
+    for pattern in patterns:
         matches = _remote_files(pattern, key) if "://" in pattern else _local_files(pattern)
         if not matches:
             raise UserError(f"{key}: no file matches {pattern!r}")
         files += matches
     for file in files:
+        if "://" not in file and os.path.isdir(file):
+            raise UserError(
+                f"{key}: {file} is a folder: name the files in it, as in {file}/*.jsonl"
+            )
         if format_of(file) is None:
             raise UserError(
                 f"{key}: {file} is none of {', '.join(_FORMATS)}, nor .gz or .zst of the first three"
@@ -57,6 +66,9 @@ def find_files(globs: str, key: str) -> list[str]:
 
 
 def _local_files(pattern: str) -> list[str]:
+    # A name may have brackets in it.
+    if os.path.exists(pattern):
+        return [pattern]
     return sorted(glob.glob(pattern, recursive=True))
 
 
@@ -65,8 +77,12 @@ def _remote_files(pattern: str, key: str) -> list[str]:
     try:
         filesystem, path = fsspec.core.url_to_fs(pattern)
         return sorted(filesystem.unstrip_protocol(name) for name in filesystem.glob(path))
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"{key}: {pattern!r} cannot be listed ({error})") from error
+    # Errors of a network are those of whichever library reads it.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{key}: {pattern!r} cannot be listed ({type(error).__name__}: {reason})"
+        ) from error
 
 
 def format_of(file: str) -> str | None:
@@ -94,12 +110,15 @@ class _Unzstd(io.RawIOBase):
         self._library = library("zstandard", file)
         self._packed, self._ready = packed, memoryview(b"")
         self._frame = None
+        self._damage: Exception | None = None
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
         while not self._ready:
+            if self._damage is not None:
+                raise self._damage
             packed = self._packed.read(_PACKED_PIECE)
             if not packed:
                 if self._frame is not None:
@@ -113,13 +132,19 @@ class _Unzstd(io.RawIOBase):
 
     def _unpack(self, packed: bytes) -> None:
         parts = []
-        while packed:
-            if self._frame is None:
-                self._frame = self._library.ZstdDecompressor().decompressobj()
-            parts.append(self._frame.decompress(packed))
-            packed = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame = None
+        try:
+            while packed:
+                if self._frame is None:
+                    self._frame = self._library.ZstdDecompressor(
+                        max_window_size=_MOST_WINDOW
+                    ).decompressobj()
+                parts.append(self._frame.decompress(packed))
+                packed = self._frame.unused_data if self._frame.eof else b""
+                if self._frame.eof:
+                    self._frame = None
+        except self._library.ZstdError as error:
+            # After what came before it.
+            self._damage = error
         self._ready = memoryview(b"".join(parts))
 
 
@@ -144,8 +169,7 @@ def opened(file: str) -> Iterator[BinaryIO]:
 
 
 def lines(file: BinaryIO, start: Place) -> Iterator[tuple[Place, bytes | BadRecord]]:
-    """Lines, from `start` on; of one that is too long nothing but that it was there."""
-    _skip(file, start.offset)
+    """Lines, from `start` on, which has to be where the file stands; of one that is too long nothing but that it was there."""
     number, offset = start.number, start.offset
     while line := file.readline(MOST_BYTES):
         place, size = Place(number, offset), len(line)
@@ -159,12 +183,18 @@ def lines(file: BinaryIO, start: Place) -> Iterator[tuple[Place, bytes | BadReco
         number, offset = number + 1, offset + size
 
 
-def _skip(file: BinaryIO, size: int) -> None:
-    if size and file.seekable():
-        file.seek(size)
+def lines_from(
+    name: str, file: BinaryIO, start: Place
+) -> Iterator[tuple[Place, bytes | BadRecord]]:
+    """The lines of an opened file from `start` on, wherever it stands."""
+    if is_seekable(name):
+        file.seek(start.offset)
+        yield from lines(file, start)
         return
-    while size > 0 and (piece := file.read(min(size, _PIECE))):
-        size -= len(piece)
+    # Read as it is from the beginning, so that damage, if there is any, is met at the same line.
+    for place, line in lines(file, START):
+        if place.number >= start.number:
+            yield place, line
 
 
 def too_long(what: str) -> BadRecord:

@@ -44,12 +44,9 @@ def _summary(text: PreparedText) -> None:
 def lengths(text: PreparedText) -> np.ndarray:
     """Tokens of each document, with all that stands around its text: documents by the power of two that they reach."""
     counts_P = np.zeros(64, np.int64)
-    first = 0
     for number in range(text.num_shards):
-        first_next = first + text.index["shards"][number]["tokens"]
-        length_D = np.diff(text.starts(number), append=first_next)
+        length_D = np.diff(text.bounds(number))
         counts_P += np.bincount(np.log2(length_D).astype(int), minlength=64)
-        first = first_next
     return counts_P
 
 
@@ -73,7 +70,8 @@ def with_boundaries(tokens: np.ndarray, first: int, chunk_size: int, tokenizer: 
         if place % chunk_size == 0 and place > first:
             shown.append("|")
         if token in names:
-            shown.append(names[token])
+            shown.append((tokenizer.decode(pending) if pending else "") + names[token])
+            pending = []
             continue
         pending.append(token)
         piece = tokenizer.decode(pending)
@@ -81,14 +79,16 @@ def with_boundaries(tokens: np.ndarray, first: int, chunk_size: int, tokenizer: 
         if not piece.endswith("\ufffd") or len(pending) > 8:
             shown.append(piece)
             pending = []
-    return "".join(shown) + (tokenizer.decode(pending) if pending else "")
+    shown.append(tokenizer.decode(pending) if pending else "")
+    # A line break would hide where a chunk ends.
+    return "".join(shown).replace("\n", "⏎")
 
 
 def _examples(text: PreparedText, number: int, size: int, chunk_size: int) -> None:
     """Of documents evenly spaced over the shards."""
     shards = [text.num_shards * i // number for i in range(number)]
     for place, shard in enumerate(shards):
-        starts_D = text.starts(shard)
+        starts_D = text.bounds(shard)[:-1]
         if not len(starts_D):
             continue
         first = int(starts_D[len(starts_D) * place // number])

@@ -4,10 +4,9 @@ import bisect
 import functools
 import itertools
 import json
-import os
 import pathlib
 import shutil
-import socket
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,10 +16,11 @@ import numpy as np
 from calm_jax.data.blocks import PUBLISHED_GROUP
 from calm_jax.data.documents import Document
 from calm_jax.data.plan import Layout, Options, Report, write_json
-from calm_jax.data.shards import FORMAT, INDEX, SHARD, ShardWriter
+from calm_jax.data.shards import DOCUMENTS, FORMAT, INDEX, PAGES, SHARD, ShardWriter, sha256
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from calm_jax.errors import UserError
 
+_AGAIN = "delete this folder and give the same command again"
 # Seconds between a worker's reports.
 _REPORT_EVERY = 0.5
 
@@ -31,7 +31,15 @@ def shard_name(number: int, num_shards: int) -> str:
 
 def pending(output: pathlib.Path, num_shards: int) -> list[int]:
     """The shards that are not there yet."""
-    return [n for n in range(num_shards) if not (output / shard_name(n, num_shards)).exists()]
+    return [n for n in range(num_shards) if not _is_whole(output / shard_name(n, num_shards))]
+
+
+def _is_whole(shard: pathlib.Path) -> bool:
+    try:
+        about = _about(shard)
+        return (shard / PAGES).stat().st_size > about["tokens"]
+    except (OSError, UserError):
+        return False
 
 
 def make_shards(
@@ -41,11 +49,18 @@ def make_shards(
 
     Raises `UserError` if one cannot be written.
     """
-    layout, tokenizer = Layout.load(work), _tokenizer(output / "tokenizer")
-    (first, stop), bounds = run, layout.bounds
-    documents = layout.documents(bounds[first], bounds[stop], options)
+    layout, folder = Layout.load(work), output / "tokenizer"
+    tokenizer = _tokenizer(folder, (folder / "description.json").read_text(encoding="utf-8"))
+    bounds = layout.bounds
+    # A worker that died has made some of them.
+    todo = {n for n in range(*run) if not _is_whole(output / shard_name(n, layout.num_shards))}
+    if not todo:
+        return
+    documents = layout.documents(bounds[min(todo)], bounds[max(todo) + 1], options)
     by_shard = itertools.groupby(documents, lambda item: bisect.bisect_right(bounds, item[0]) - 1)
     for number, items in by_shard:
+        if number not in todo:
+            continue
         copies = layout.copies(bounds[number], bounds[number + 1])
         kept = ((n, document) for n, document in items if n not in copies)
         path = output / shard_name(number, layout.num_shards)
@@ -56,8 +71,8 @@ def make_shards(
 
 
 @functools.lru_cache(maxsize=1)
-def _tokenizer(folder: pathlib.Path) -> Tokenizer:
-    """Once for each process: reading it takes as long as tokenising a few MB."""
+def _tokenizer(folder: pathlib.Path, description: str) -> Tokenizer:
+    """Once for each process and description: reading it takes as long as tokenising a few MB."""
     return load_tokenizer(folder)
 
 
@@ -69,10 +84,9 @@ def _make_shard(
     options: Options,
     report: Report,
 ) -> None:
-    # Two processes may make the same shard, if one was given up for dead.
-    beside = work / f"{path.name}.{socket.gethostname()}.{os.getpid()}"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
+    # Two may make the same shard, if one was given up for dead: each has its own folder.
+    beside = pathlib.Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=work))
+    beside.chmod(0o755)
     try:
         with ShardWriter(beside, tokenizer.vocab_size) as writer:
             framed = _framed(documents, tokenizer, options, report)
@@ -80,10 +94,12 @@ def _make_shard(
                 framed = _whole_blocks(framed, options.block_tokens)
             for tokens in framed:
                 writer.add(tokens)
+        if path.exists() and not _is_whole(path):
+            shutil.rmtree(path)
         try:
             beside.rename(path)
         except OSError:
-            if not path.exists():
+            if not _is_whole(path):
                 raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -122,30 +138,52 @@ def write_index(
     output: pathlib.Path, layout: Layout, options: Options, tokenizer: Tokenizer
 ) -> dict:
     """Writes what makes the folder a prepared text: nothing in it depends on when, where and by how many it was made."""
-    shards = []
-    for number in range(layout.num_shards):
-        name = shard_name(number, layout.num_shards)
-        path = output / name / SHARD
-        try:
-            shards.append({"name": name} | json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{path} cannot be read ({error}): delete its folder and give the same command again"
-            ) from error
+    names = [shard_name(number, layout.num_shards) for number in range(layout.num_shards)]
+    shards = [{"name": name} | _about(output / name) for name in names]
     left_out: Counter = Counter()
     for file in layout.files:
         left_out.update(file["left_out"])
     num_copies = len(layout.copies(0, layout.bounds[-1]))
     if num_copies:
         left_out["equal to one before"] = num_copies
+    num_documents = sum(shard["documents"] for shard in shards)
+    num_dropped = layout.bounds[-1] - num_copies - num_documents
+    if num_dropped:
+        left_out["after the last whole block of 1,000"] = num_dropped
     index = {
         "format": FORMAT,
         "tokenizer": tokenizer.description,
         "options": options.identity,
-        "documents": sum(shard["documents"] for shard in shards),
+        "documents": num_documents,
         "tokens": sum(shard["tokens"] for shard in shards),
         "left_out": dict(sorted(left_out.items())),
         "shards": shards,
     }
+    if not index["tokens"]:
+        raise UserError(
+            f"{output}: no {PUBLISHED_GROUP} documents fill a block of --block_tokens={options.block_tokens}: give a smaller "
+            "one, or --packing=all, and another --output"
+        )
     write_json(output / INDEX, index)
     return index
+
+
+def _about(shard: pathlib.Path) -> dict:
+    """What a shard says of itself. Raises `UserError` if that does not fit what it is."""
+    try:
+        about = json.loads((shard / SHARD).read_text(encoding="utf-8"))
+        bounds = (
+            np.load(shard / DOCUMENTS)
+            if sha256(shard / DOCUMENTS) == about["sha256"][DOCUMENTS]
+            else [-1]
+        )
+        is_whole = (len(bounds) - 1, int(bounds[-1])) == (about["documents"], about["tokens"])
+        is_whole &= set(about) == {"documents", "tokens", "sha256"} and set(about["sha256"]) == {
+            PAGES,
+            DOCUMENTS,
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{shard} cannot be read ({error}): {_AGAIN}") from error
+    if not is_whole:
+        raise UserError(f"{shard} is damaged: {_AGAIN}")
+    return about

@@ -28,7 +28,7 @@ class BlockSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingText:
-    """What a stage is trained on: sources, and how often blocks are of each, all the same if there are no weights."""
+    """What a stage is trained on: sources, and how often blocks are of each; without weights as they are."""
 
     sources: Sequence[BlockSource]
     weights: Sequence[float]
@@ -62,15 +62,17 @@ class TrainingText:
         )
 
     def rows(self, seed: int) -> grain.MapDataset:
-        """Blocks without end: each source in a new random order each time it is through, mixed by the weights."""
+        """Blocks without end, in a new random order each time they are through: all of them once, or each source by its weight."""
+        if not self.weights:
+            sources = [grain.MapDataset.source(source) for source in self.sources]
+            # As it was while there was one source alone: the orders of runs that have begun.
+            whole = sources[0] if len(sources) == 1 else grain.MapDataset.concatenate(sources)
+            return whole.seed(seed).shuffle().repeat()
         orders = [
             grain.MapDataset.source(source).seed(seed + place).shuffle().repeat()
             for place, source in enumerate(self.sources)
         ]
-        if len(orders) == 1:
-            return orders[0]
-        weights = self.weights or [len(source) for source in self.sources]
-        return grain.MapDataset.mix(orders, weights)
+        return grain.MapDataset.mix(orders, self.weights)
 
 
 class _ProcessRows(grain.MapDataset):

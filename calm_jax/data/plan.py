@@ -8,23 +8,29 @@ count each for itself.
 import collections
 import dataclasses
 import functools
+import hashlib
 import json
 import os
 import pathlib
+import uuid
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from calm_jax.atomic import write_atomically
 from calm_jax.data.blocks import PUBLISHED_GROUP, Frame
 from calm_jax.data.documents import Document, Reading, digest_of, read_file
-from calm_jax.data.files import Place, is_seekable, state
+from calm_jax.data.files import Place, is_seekable, library
 from calm_jax.errors import UserError
 
 KEY = "--input"
 # Documents whose digests are held in memory at once.
 _SEGMENT = 2**20
 _PARTITION = 2**21
+_MOST = {"chunk_size": 2**12, "shard_characters": 2**40}
+# Bytes at both ends of a file that tell it from others.
+_ENDS = 2**20
 # Places in a shard's text that reading can begin at.
 _MARKS = 16
 # Files that one task scans, and bytes: small files are many.
@@ -73,8 +79,10 @@ class Options:
                 f"--block_tokens={self.block_tokens} is for --packing=published; other blocks are cut when they are read"
             )
         for name in ("chunk_size", "shard_characters"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name}={getattr(self, name)} must be at least 1")
+            if not 1 <= getattr(self, name) <= _MOST[name]:
+                raise UserError(
+                    f"--{name}={getattr(self, name)} must be at least 1, and at most {_MOST[name]}"
+                )
         if not 0 <= self.seed < 2**32:
             raise UserError(f"--seed={self.seed} must be in [0, 2**32)")
 
@@ -100,28 +108,40 @@ class Options:
         )
 
 
+def _signature(file: str) -> str:
+    """What tells that a file is another one: its size, and its first and last bytes, not the time that somebody touched it.
+
+    Of a remote file what its file system tells changes by.
+    """
+    if "://" in file:
+        filesystem, path = library("fsspec", file).core.url_to_fs(file)
+        return str(filesystem.ukey(path))
+    with open(file, "rb") as source:
+        size = source.seek(0, os.SEEK_END)
+        source.seek(0)
+        digest = hashlib.sha256(source.read(_ENDS))
+        source.seek(max(0, size - _ENDS))
+        digest.update(source.read())
+    return f"{size} bytes, {digest.hexdigest()[:16]}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """The files to prepare, each with what changes when somebody writes to it."""
+    """The files to prepare, each with its signature."""
 
     files: tuple[str, ...]
-    states: tuple[tuple[int, int] | None, ...]
+    states: tuple[str, ...]
 
     @classmethod
     def of(cls, files: Sequence[str]) -> "Input":
-        try:
-            return cls(tuple(files), tuple(state(file) for file in files))
-        except OSError as error:
-            raise UserError(f"{KEY}: {error.filename} cannot be read: {error.strerror}") from error
+        # Workers may have other working folders.
+        files = [file if "://" in file else os.path.abspath(file) for file in files]
+        return cls(tuple(files), tuple(map(_signed, files)))
 
     def check(self, number: int) -> None:
         """Raises `UserError` if a file is not any more what it was."""
         file = self.files[number]
-        try:
-            now = state(file)
-        except OSError as error:
-            raise UserError(f"{KEY}: {file} cannot be read: {error.strerror}") from error
-        if now != self.states[number]:
+        if _signed(file) != self.states[number]:
             raise UserError(
                 f"{KEY}: {file} has changed since this was begun: delete the output, or give another one"
             )
@@ -129,17 +149,50 @@ class Input:
     def groups(self) -> list[tuple[int, int]]:
         """First and last (exclusive) file of each task that scans."""
         groups, first, size = [], 0, 0
-        for number, about in enumerate(self.states):
-            size += about[0] if about else _GROUP_BYTES
+        for number, file in enumerate(self.files):
+            size += _GROUP_BYTES if "://" in file else os.path.getsize(file)
             if size >= _GROUP_BYTES or number + 1 - first == _GROUP_FILES:
                 groups.append((first, number + 1))
                 first, size = number + 1, 0
         return groups + ([(first, len(self.files))] if first < len(self.files) else [])
 
 
+def _signed(file: str) -> str:
+    try:
+        return _signature(file)
+    # Errors of a network are those of whichever library reads it.
+    except Exception as error:
+        if "://" not in file and not isinstance(error, OSError):
+            raise
+        raise UserError(
+            f"{KEY}: {file} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
+
+
 def write_json(path: pathlib.Path, value: object) -> None:
     """Writes it whole or not at all; another process may write the same."""
-    write_atomically(path, json.dumps(value, indent=1) + "\n", f".{os.getpid()}")
+    write_atomically(path, json.dumps(value, indent=1) + "\n", f".{uuid.uuid4().hex}")
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """Raises `UserError` for a damaged file of ours."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}): delete {path.parent} and give the same command again"
+        ) from error
+
+
+def _save(path: pathlib.Path, array: np.ndarray) -> None:
+    """The same as `write_json` for an array."""
+    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(beside, "wb") as file:
+            np.save(file, array)
+        beside.rename(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def scan_path(work: pathlib.Path, group: int) -> pathlib.Path:
@@ -204,9 +257,7 @@ class _Digests:
         rows_N3 = np.frombuffer(b"".join(self._rows), ">u8").reshape(-1, 3).astype(np.uint64)
         rows_N3 = rows_N3[np.argsort(rows_N3[:, 0], kind="stable")]
         name = f"digests-{self._group:05}-{self._num_segments:05}.npy"
-        with open(self._work / f"{name}.tmp", "wb") as file:
-            np.save(file, rows_N3)
-        (self._work / f"{name}.tmp").rename(self._work / name)
+        _save(self._work / name, rows_N3)
         self._rows, self._num_segments = [], self._num_segments + 1
 
 
@@ -227,10 +278,7 @@ def find_copies(work: pathlib.Path, num_parts: int, part: int) -> None:
     rows_N3 = rows_N3[np.lexsort((rows_N3[:, 2], rows_N3[:, 1], rows_N3[:, 0]))]
     is_copy = np.zeros(len(rows_N3), bool)
     is_copy[1:] = (rows_N3[1:, :2] == rows_N3[:-1, :2]).all(1)
-    path = copies_path(work, part)
-    with open(path.with_suffix(".tmp"), "wb") as file:
-        np.save(file, rows_N3[is_copy, 2])
-    path.with_suffix(".tmp").rename(path)
+    _save(copies_path(work, part), rows_N3[is_copy, 2])
 
 
 def num_parts(num_documents: int) -> int:
@@ -264,6 +312,11 @@ class Layout:
         copies_N = np.load(self.work / "copies.npy", mmap_mode="r")
         begin, end = np.searchsorted(copies_N, [first, stop])
         return set(copies_N[begin:end].tolist())
+
+    def num_kept(self, shard: int) -> int:
+        """Documents of a shard that are not copies."""
+        first, stop = self.bounds[shard], self.bounds[shard + 1]
+        return stop - first - len(self.copies(first, stop))
 
     def can_begin_at(self, document: int) -> bool:
         """Whether reading can begin there without reading all of the file before it."""
@@ -312,22 +365,19 @@ class Layout:
 
     @classmethod
     def load(cls, work: pathlib.Path) -> "Layout":
-        stored = json.loads((work / "layout.json").read_text(encoding="utf-8"))
-        states = tuple(tuple(about) if about else None for about in stored["input"]["states"])
-        inputs = Input(tuple(stored["input"]["files"]), states)
+        stored = read_json(work / "layout.json")
+        inputs = Input(tuple(stored["input"]["files"]), tuple(stored["input"]["states"]))
         return cls(work, inputs, stored["files"], stored["bounds"])
 
 
 def merge_copies(work: pathlib.Path, first_document: np.ndarray, parts: int) -> np.ndarray:
-    """The numbers of all copies, sorted; 8 bytes of memory for each. None, if nobody looked for them in any part."""
+    """The numbers of all copies, sorted, of all parts that were looked at; 8 bytes of memory for each."""
     keys = [np.load(copies_path(work, part)) for part in range(parts)]
     keys_N = np.concatenate([np.zeros(0, np.uint64), *keys])
     inside = np.uint64((1 << _FILE_SHIFT) - 1)
     file_N, inside_N = keys_N >> np.uint64(_FILE_SHIFT), keys_N & inside
     copies_N = np.sort(first_document[file_N.astype(np.int64)] + inside_N.astype(np.int64))
-    with open(work / "copies.npy.tmp", "wb") as file:
-        np.save(file, copies_N)
-    (work / "copies.npy.tmp").rename(work / "copies.npy")
+    _save(work / "copies.npy", copies_N)
     return copies_N
 
 

@@ -6,6 +6,7 @@ Two passes: the first finds documents, bad records and, with --deduplicate, copi
 tokenises. A run that was killed goes on where it was with the same command, on any number of workers, to the same bytes.
 """
 
+import contextlib
 import fcntl
 import functools
 import json
@@ -13,13 +14,13 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from typing import Any
 
 from absl import app, flags
 
 from calm_jax.command import command, parse_flags
 from calm_jax.data import make_shards, plan
-from calm_jax.data.cluster import Cluster, Progress, report
+from calm_jax.data.cluster import Cluster, Progress
 from calm_jax.data.files import find_files
 from calm_jax.data.plan import KEY, Input, Layout, Options
 from calm_jax.data.shards import INDEX, PreparedText
@@ -70,23 +71,22 @@ _SEED = flags.DEFINE_integer("seed", 0, "of --front_fill=random")
 _SHARD_CHARACTERS = flags.DEFINE_integer("shard_characters", 2**30, "text of a shard")
 
 
-# What is in a folder that no shard was written to.
-_BEFORE_SHARDS = {"inputs.json", "lock", "tokenizer", "work"}
+# Shards that a task makes at most.
+_MOST_SHARDS = 8
 
 
-@contextmanager
+@contextlib.contextmanager
 def _locked(output: pathlib.Path) -> Iterator[None]:
     """Holds the folder for this process. Raises `UserError` if another one does."""
-    path = output / "lock"
-    try:
-        with open(path, "w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"--output={output}: another process is preparing it") from None
-            yield
-    except OSError as error:
-        raise UserError(f"{output} cannot be written: {error.strerror or error}") from error
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(output / "lock", "w"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--output={output}: another process is preparing it") from None
+        except OSError as error:
+            raise UserError(f"{output} cannot be written: {error.strerror or error}") from error
+        yield
 
 
 def _refuse_foreign(output: pathlib.Path) -> None:
@@ -102,42 +102,58 @@ def _refuse_foreign(output: pathlib.Path) -> None:
         raise UserError(f"--output={output} is not empty and no prepared text: give another folder")
 
 
-def _begin(output: pathlib.Path, about: dict) -> None:
-    """Writes down what the folder is made of, or finds that it is the same. Raises `UserError` if it is not."""
+def _clean(work: pathlib.Path) -> None:
+    """Removes what killed workers left half-made, and ends those that are left of an earlier run."""
+    for path in work.glob("run-*"):
+        path.unlink()
+    for path in work.glob("shard-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _differences(output: pathlib.Path, about: dict) -> list[tuple[str, Any, Any]]:
+    """`(what, then, now)` of everything in which the folder was begun with something else."""
     path = output / "inputs.json"
     if not path.exists():
-        plan.write_json(path, about)
-        return
+        return []
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        then, now = _flat(stored), _flat(about)
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read ({error}): give another --output") from error
-    other = [key for key in now | then if now.get(key) != then.get(key)]
-    if other and {entry.name for entry in output.iterdir()} <= _BEFORE_SHARDS:
-        # It came to nothing worth keeping: a wrong field's name, say.
-        shutil.rmtree(output / "work", ignore_errors=True)
-        plan.write_json(path, about)
-    elif other:
-        key = other[0]
+        then, now = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(about)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read ({error!r}): give another --output") from error
+    pairs = [(key, then.get(key), now.get(key)) for key in now | then]
+    return [(key, a, b) for key, a, b in pairs if a != b]
+
+
+def _begin(output: pathlib.Path, about: dict) -> None:
+    """Writes down what the folder is made of. Raises `UserError` if it was begun with something else."""
+    other = _differences(output, about)
+    # Otherwise it came to nothing: a wrong field's name, say.
+    if other and any((*output.glob("shard-*"), *output.glob("work/scan-*.json"))):
+        key, then, now = other[0]
         raise UserError(
-            f"--output={output} was begun with {key}={then.get(key)!r}, not {now.get(key)!r}: give another folder, or delete it"
+            f"--output={output} was begun with {key}={then!r}, not {now!r}: give another folder, or delete it"
         )
+    if other:
+        shutil.rmtree(output / "work", ignore_errors=True)
+    plan.write_json(output / "inputs.json", about)
 
 
 def _flat(about: dict) -> dict:
     files = {f"input {n}": file for n, file in enumerate(about["files"])}
     states = {
-        f"size and time of {file}": s
-        for file, s in zip(about["files"], about["states"], strict=True)
+        f"the content of {file}": s for file, s in zip(about["files"], about["states"], strict=True)
     }
     return about["options"] | {"tokenizer": about["tokenizer"]} | files | states
 
 
 def _is_done(output: pathlib.Path) -> bool:
+    """Whether nothing is missing; says what is, where something was."""
     if not (output / INDEX).exists():
         return False
-    PreparedText(output)  # raises if it is not whole
+    try:
+        _ = PreparedText(output).tokenizer
+    except UserError:
+        print(f"{output} is not whole any more: making what is missing", flush=True)
+        return False
     return True
 
 
@@ -147,7 +163,7 @@ def _runs(layout: Layout, numbers: Sequence[int], num_workers: int) -> list[tupl
     One by one where reading can begin anywhere. A packed file has to be read from its beginning: there a task makes
     several, in one reading, but not so many that workers have nothing to do.
     """
-    longest = -(-len(numbers) // (2 * num_workers))
+    longest = min(_MOST_SHARDS, -(-len(numbers) // (2 * num_workers)))
     runs: list[tuple[int, int]] = []
     for number in numbers:
         follows = runs and runs[-1][1] == number and not layout.can_begin_at(layout.bounds[number])
@@ -165,10 +181,8 @@ def _make_layout(cluster: Cluster, work: pathlib.Path, inputs: Input, options: O
     groups = range(len(inputs.groups()))
     todo = [group for group in groups if not plan.scan_path(work, group).exists()]
     progress = Progress("reading", 0)
-    cluster.run(functools.partial(plan.scan, work, inputs, options, report), todo, progress)
-    files = [
-        file for group in groups for file in json.loads(plan.scan_path(work, group).read_text())
-    ]
+    cluster.run(functools.partial(plan.scan, work, inputs, options, cluster.report), todo, progress)
+    files = [file for group in groups for file in plan.read_json(plan.scan_path(work, group))]
     layout = Layout(work, inputs, files, [])
     num_documents, num_parts = int(layout.first_document[-1]), 0
     if not num_documents:
@@ -197,27 +211,29 @@ def prepare(
         "options": options.identity,
         "tokenizer": tokenizer.fingerprint,
         "files": list(inputs.files),
-        "states": [list(about) if about else None for about in inputs.states],
+        "states": list(inputs.states),
     }
     output = output.absolute()
     _refuse_foreign(output)
+    work = output / "work"
+    if not _differences(output, about) and _is_done(output):
+        print(f"{output} is prepared, there is nothing to do")
+        shutil.rmtree(work, ignore_errors=True)
+        return PreparedText(output).index
     with _locked(output):
         _begin(output, about)
-        work = output / "work"
-        if _is_done(output):
-            print(f"{output} is prepared, there is nothing to do")
-            shutil.rmtree(work, ignore_errors=True)
-            return PreparedText(output).index
-        tokenizer.save(output / "tokenizer")
-        work.mkdir(exist_ok=True)
+        try:
+            tokenizer.save(output / "tokenizer")
+            work.mkdir(exist_ok=True)
+            _clean(work)
+        except OSError as error:
+            raise UserError(f"{output} cannot be written: {error.strerror or error}") from error
         with Cluster(work, workers, scheduler) as cluster:
             layout = _make_layout(cluster, work, inputs, options)
             todo = make_shards.pending(output, layout.num_shards)
-            runs = _runs(layout, todo, cluster.num_workers)
-            total = sum(file["characters"] for file in layout.files)
-            progress = Progress("tokenising", total)
-            call = functools.partial(make_shards.make_shards, output, work, options, report)
-            cluster.run(call, runs, progress)
+            progress = Progress("tokenising", sum(map(layout.num_kept, todo)))
+            call = functools.partial(make_shards.make_shards, output, work, options, cluster.report)
+            cluster.run(call, _runs(layout, todo, cluster.num_workers), progress)
         index = make_shards.write_index(output, layout, options, tokenizer)
         shutil.rmtree(work, ignore_errors=True)
         return index
@@ -234,6 +250,8 @@ def main(argv: list[str]) -> None:
     ):
         if not value:
             raise UserError(f"give {name}")
+    if "://" in _OUTPUT.value:
+        raise UserError(f"--output={_OUTPUT.value} must be a folder of a file system")
     if _WORKERS.value < 0 or (_WORKERS.value and _SCHEDULER.value):
         raise UserError(
             f"--workers={_WORKERS.value} must be at least 1, and is for a cluster of this machine's, without --scheduler"
@@ -259,7 +277,8 @@ def main(argv: list[str]) -> None:
     output = pathlib.Path(_OUTPUT.value)
     index = prepare(files, tokenizer, output, options, workers, _SCHEDULER.value)
     for reason, count in index["left_out"].items():
-        print(f"left out: {count:,} documents: {reason}")
+        what = f"the rest of {count:,} files" if reason.endswith("file") else f"{count:,} documents"
+        print(f"left out: {what}: {reason}")
     print(
         f"{output}: {index['documents']:,} documents, {index['tokens']:,} tokens in {len(index['shards'])} shards"
     )

@@ -3,7 +3,7 @@
 A folder holds `index.json`, the tokenizer, and a folder for each shard with
 
     pages.npy       tokens in pages of 1024, each with its CRC-32: every read is checked, whatever it reads
-    documents.npy   where documents begin, in tokens of the shard
+    documents.npy   where documents begin, in tokens of the shard, and where the last one ends
     shard.json      the numbers of documents and tokens, and the SHA-256 of both files
 
 Shards one after the other are one text. It is not cut into blocks, so that one folder serves blocks of any size.
@@ -28,6 +28,18 @@ from calm_jax.errors import UserError
 FORMAT = "calm_jax tokens 1"
 PAGE = 1024
 PAGES, DOCUMENTS, SHARD, INDEX = "pages.npy", "documents.npy", "shard.json", "index.json"
+
+
+# What a reader has to know of how the text was prepared.
+_OPTIONS = (
+    "append_eos",
+    "align_documents_to_chunks",
+    "front_fill",
+    "chunk_size",
+    "packing",
+    "block_tokens",
+)
+_AGAIN = "give the command that prepared it again"
 
 
 def page_type(vocab_size: int) -> np.dtype:
@@ -85,14 +97,19 @@ class ShardWriter:
         self._write_header()
         self._file.flush()
         os.fsync(self._file.fileno())
+        bounds = np.asarray([*self._starts, self._num_tokens], "<i8")
         with open(self._folder / DOCUMENTS, "wb") as file:
-            np.save(file, np.asarray(self._starts, "<i8"))
+            np.lib.format.write_array_header_1_0(
+                file, np.lib.format.header_data_from_array_1_0(bounds)
+            )
+            # Unlike numpy's own way, this says that a disk is full.
+            file.write(bounds.tobytes())
             file.flush()
             os.fsync(file.fileno())
         about = {
             "documents": len(self._starts),
             "tokens": self._num_tokens,
-            "sha256": {name: _sha256(self._folder / name) for name in (PAGES, DOCUMENTS)},
+            "sha256": {name: sha256(self._folder / name) for name in (PAGES, DOCUMENTS)},
         }
         with open(self._folder / SHARD, "w", encoding="utf-8") as about_file:
             json.dump(about, about_file, indent=2)
@@ -108,7 +125,7 @@ class ShardWriter:
         self._file.close()
 
 
-def _sha256(path: pathlib.Path) -> str:
+def sha256(path: pathlib.Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -135,11 +152,16 @@ class PreparedText:
         self._first_S = np.cumsum([0, *sizes])
         self._header = [self._check_size(shard) for shard in self._shards]
         # Fewer than a process may open, as a rule.
-        self._opened = functools.lru_cache(maxsize=256)(self._open)
+        self._opened = functools.lru_cache(maxsize=128)(self._open)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.folder / "tokenizer")
+        tokenizer = load_tokenizer(self.folder / "tokenizer")
+        if tokenizer.description != self.index["tokenizer"]:
+            raise UserError(
+                f"{self.folder}/tokenizer is not the one that {INDEX} describes: {_AGAIN}"
+            )
+        return tokenizer
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -149,8 +171,7 @@ class PreparedText:
     def _damaged(self, shard: dict, what: str) -> UserError:
         path = self.folder / shard["name"]
         return UserError(
-            f"{path}: {what}: delete {path.name} and {INDEX} and give the command that prepared {self.folder} again, "
-            "which makes this shard anew"
+            f"{path}: {what}: delete this folder, and give the command that prepared {self.folder} again, which makes it anew"
         )
 
     def _check_size(self, shard: dict) -> int:
@@ -162,7 +183,7 @@ class PreparedText:
             documents = (self.folder / shard["name"] / DOCUMENTS).stat().st_size
         except OSError as error:
             raise self._damaged(shard, f"{path.name} cannot be read ({error.strerror})") from error
-        if not 0 < header < 2**16 or documents < 8 * shard["documents"]:
+        if not 0 < header < 2**16 or documents < 8 * (shard["documents"] + 1):
             raise self._damaged(shard, "its size is not the one it was written with")
         return header
 
@@ -173,7 +194,7 @@ class PreparedText:
     def tokens(self, first: int, size: int) -> np.ndarray:
         """The tokens from `first` on, int32 [size], checked."""
         number = int(np.searchsorted(self._first_S, first, side="right")) - 1
-        parts = []
+        parts = [np.zeros(0, np.int32)] if not size else []
         while size:
             inside = first - int(self._first_S[number])
             part = min(size, self._shards[number]["tokens"] - inside)
@@ -185,32 +206,29 @@ class PreparedText:
     def _read(self, number: int, first: int, size: int) -> np.ndarray:
         begin, end = first // PAGE, -(-(first + size) // PAGE)
         item, shard = self._type.itemsize, self._shards[number]
-        file = self._opened(number)
-        data = os.pread(file.fileno(), (end - begin) * item, self._header[number] + begin * item)
+        try:
+            file = self._opened(number)
+            data = os.pread(
+                file.fileno(), (end - begin) * item, self._header[number] + begin * item
+            )
+        except OSError as error:
+            raise self._damaged(shard, f"{PAGES} cannot be read ({error.strerror})") from error
         if len(data) < (end - begin) * item:
             raise self._damaged(shard, "the file has become shorter")
         pages = np.frombuffer(data, self._type)
         for place, page in enumerate(pages):
             if zlib.crc32(page["tokens"]) != page["crc32"]:
                 raise self._damaged(shard, f"the checksum of page {begin + place} is wrong")
-        tokens = pages["tokens"].reshape(-1)[first - begin * PAGE :][:size].astype(np.int32)
+        tokens = pages["tokens"].reshape(-1)[first - begin * PAGE :][:size]
         if tokens.max() >= self.index["tokenizer"]["vocab_size"]:
             raise self._damaged(shard, f"token {tokens.max()} is outside the vocabulary")
-        return tokens
+        return tokens.astype(np.int32)
 
-    def starts(self, number: int) -> np.ndarray:
-        """Where the documents of a shard begin, in tokens of the whole text, int64."""
-        shard = self._shards[number]
-        try:
-            starts_D = np.load(self.folder / shard["name"] / DOCUMENTS)
-        except (OSError, ValueError) as error:
-            raise self._damaged(shard, f"{DOCUMENTS} cannot be read ({error})") from error
-        is_sorted = len(starts_D) == shard["documents"] and bool((np.diff(starts_D) > 0).all())
-        if not is_sorted or (
-            len(starts_D) and not 0 == starts_D[0] <= starts_D[-1] < shard["tokens"]
-        ):
-            raise self._damaged(shard, f"{DOCUMENTS} is damaged")
-        return starts_D + self._first_S[number]
+    def bounds(self, number: int) -> np.ndarray:
+        """Where the documents of a shard begin and the last one ends, in tokens of the whole text, int64 [documents + 1]."""
+        self._check_file(number, DOCUMENTS)
+        bounds = np.load(self.folder / self._shards[number]["name"] / DOCUMENTS)
+        return bounds + self._first_S[number]
 
     @property
     def num_shards(self) -> int:
@@ -220,22 +238,25 @@ class PreparedText:
         """Every `stride`-th document, with all that stands around its text."""
         count = 0
         for number in range(self.num_shards):
-            starts_D = self.starts(number)
-            stops_D = np.append(starts_D[1:], self._first_S[number + 1])
-            for place in range(-count % stride, len(starts_D), stride):
-                yield self.tokens(int(starts_D[place]), int(stops_D[place] - starts_D[place]))
-            count += len(starts_D)
+            bounds = self.bounds(number)
+            num_documents = len(bounds) - 1
+            for place in range(-count % stride, num_documents, stride):
+                yield self.tokens(int(bounds[place]), int(bounds[place + 1] - bounds[place]))
+            count += num_documents
 
     def check(self, number: int) -> None:
         """Raises `UserError` unless a shard's files are byte for byte what was written."""
+        for name in self._shards[number]["sha256"]:
+            self._check_file(number, name)
+
+    def _check_file(self, number: int, name: str) -> None:
         shard = self._shards[number]
-        for name, digest in shard["sha256"].items():
-            try:
-                actual = _sha256(self.folder / shard["name"] / name)
-            except OSError as error:
-                raise self._damaged(shard, f"{name} cannot be read ({error.strerror})") from error
-            if actual != digest:
-                raise self._damaged(shard, f"the checksum of {name} is wrong")
+        try:
+            actual = sha256(self.folder / shard["name"] / name)
+        except OSError as error:
+            raise self._damaged(shard, f"{name} cannot be read ({error.strerror})") from error
+        if actual != shard["sha256"][name]:
+            raise self._damaged(shard, f"the checksum of {name} is wrong")
 
 
 def _read_index(folder: pathlib.Path) -> dict:
@@ -246,20 +267,19 @@ def _read_index(folder: pathlib.Path) -> dict:
         shards = [(s["name"], s["documents"], s["tokens"], s["sha256"]) for s in index["shards"]]
         total = sum(tokens for _, _, tokens, _ in shards)
         is_whole = (index["tokens"], index["documents"]) == (total, sum(s[1] for s in shards))
-        _ = index["options"], index["tokenizer"]["vocab_size"]
-    except FileNotFoundError:
+        is_whole &= all(set(sums) == {PAGES, DOCUMENTS} for _, _, _, sums in shards)
+        _ = [index["options"][name] for name in _OPTIONS], index["tokenizer"]["vocab_size"]
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"{folder} has no {INDEX}: it is no prepared text, or not to its end (python -m calm_jax.data.prepare); files "
             f"in it are named by a glob, such as {folder}/*.jsonl"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read ({error!r}): prepare the text again") from error
+        raise UserError(f"{path} cannot be read ({error!r}): {_AGAIN}") from error
     if known != FORMAT:
-        raise UserError(
-            f"{path} has the format {known!r}, this version reads {FORMAT!r}: prepare the text again"
-        )
+        raise UserError(f"{path} has the format {known!r}, this version reads {FORMAT!r}: {_AGAIN}")
     if not is_whole:
-        raise UserError(f"{path} is damaged, its numbers do not add up: prepare the text again")
+        raise UserError(f"{path} is damaged, its numbers do not add up: {_AGAIN}")
     return index
 
 
@@ -281,6 +301,8 @@ class PreparedBlocks:
         return len(self.first_N)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
         if self.first_N is None or self.size_N is None:
             tokens = self.text.tokens(int(index) * self.block_tokens, self.block_tokens)
             return {"tokens": tokens, "targets": tokens}
@@ -299,13 +321,13 @@ def prepared_blocks(text: PreparedText, block_tokens: int, packing: str) -> Prep
     """The blocks of a prepared text; no block of whole documents reaches over two shards."""
     if packing != "documents":
         return PreparedBlocks(text, block_tokens)
-    firsts, sizes = [], []
+    nothing = np.zeros(0, np.int64)
+    firsts, sizes = [nothing], [nothing]
     for number in range(text.num_shards):
-        starts_D = text.starts(number)
-        if len(starts_D):
-            begin = starts_D[0]
-            num_tokens = text.index["shards"][number]["tokens"]
-            first_N, size_N = document_blocks(starts_D - begin, num_tokens, block_tokens)
-            firsts.append(first_N + begin)
+        bounds = text.bounds(number)
+        if len(bounds) > 1:
+            starts_D = bounds[:-1] - bounds[0]
+            first_N, size_N = document_blocks(starts_D, int(bounds[-1] - bounds[0]), block_tokens)
+            firsts.append(first_N + bounds[0])
             sizes.append(size_N)
     return PreparedBlocks(text, block_tokens, np.concatenate(firsts), np.concatenate(sizes))

@@ -239,7 +239,8 @@ class _RanksBpe:
     )
     # tiktoken's stack overflows on a million spaces in a row; text is cut behind so many.
     _MOST_SPACES = 100_000
-    _LONG_SPACES = re.compile(rf"\s{{{_MOST_SPACES}}}")
+    # Looked for only where a run begins, as every other place would read the run again.
+    _LONG_SPACES = re.compile(rf"(?<!\s)\s{{{_MOST_SPACES},}}")
 
     def __init__(self, ranks: dict[bytes, int]):
         self._num_ranks = len(ranks)
@@ -261,8 +262,11 @@ class _RanksBpe:
     def _parts(self, text: str) -> list[str]:
         if len(text) < self._MOST_SPACES:
             return [text]
-        cuts = [0, *(match.end() for match in self._LONG_SPACES.finditer(text)), len(text)]
-        return [text[a:b] for a, b in itertools.pairwise(cuts)]
+        cuts = [0]
+        for match in self._LONG_SPACES.finditer(text):
+            first = match.start() + self._MOST_SPACES
+            cuts += range(first, match.end() + 1, self._MOST_SPACES)
+        return [text[a:b] for a, b in itertools.pairwise([*cuts, len(text)]) if a < b]
 
     def decode(self, ids: list[int]) -> str:
         return self._bpe.decode([token for token in ids if token < self._num_ranks])
@@ -359,6 +363,8 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
         tokenizer = kind((folder / "model").read_bytes())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder} holds no readable tokenizer ({error!r})") from error
+    except UserError as error:
+        raise UserError(f"{folder} is damaged: {error}") from error
     if tokenizer.fingerprint != fingerprint:
         raise UserError(f"{folder}/model is damaged: its fingerprint is not the one that was saved")
     return tokenizer

@@ -1,0 +1,719 @@
+"""python -m calm_jax.data.prepare: the same bytes on any workers and after any end; bad input is one line."""
+
+import collections
+import contextlib
+import errno
+import fcntl
+import gzip
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import distributed
+import psutil
+import pytest
+import zstandard
+
+from calm_jax.data import files as files_lib
+from calm_jax.data import make_shards
+from calm_jax.data.documents import Reading, read_documents
+from calm_jax.data.shards import PreparedText
+from calm_jax.data.tokenizers import ByteTokenizer, TokenizerConfig, make_tokenizer
+from calm_jax.errors import UserError
+from tests.test_recipe import ROOT, run, start
+from tests.test_shards import (
+    contents,
+    frames,
+    json_lines,
+    laid_out,
+    no_report,
+    options,
+    prepared,
+    random_texts,
+    write_mixed,
+    write_parquet,
+)
+
+BYTES = ByteTokenizer(b"")
+PREPARE = "calm_jax.data.prepare"
+
+# Runs a command line after the other in one process, each as a line of JSON, on a cluster that stays.
+_DRIVER = """
+import contextlib, io, json, sys, traceback
+import distributed
+from absl import flags
+from calm_jax.command import parse_flags
+from calm_jax.data import prepare
+
+cluster = distributed.LocalCluster(
+    n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0", protocol="tcp"
+)
+with cluster:
+    for line in sys.stdin:
+        args = json.loads(line)
+        flags.FLAGS.unparse_flags()
+        if not any(arg.startswith(("--workers", "--scheduler")) for arg in args):
+            args = [*args, f"--scheduler={cluster.scheduler_address}"]
+        out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                prepare.main(parse_flags(["prepare", *args]))
+            except SystemExit as stop:
+                status = stop.code
+            except BaseException:
+                status = 1
+                traceback.print_exc()
+        shown = []
+        for stream in (out, err):
+            stream.flush()
+            shown.append(stream.buffer.getvalue().decode())
+        print(json.dumps((status, *shown)), flush=True)
+"""
+Result = tuple[int, str, str]
+
+
+@pytest.fixture(scope="module")
+def prepare() -> Iterator[Callable[[list[str]], Result]]:
+    """(exit status, stdout, stderr) of the command with these arguments."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", _DRIVER],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def call(args: list[str]) -> Result:
+        driver.stdin.write(json.dumps(args) + "\n")
+        driver.stdin.flush()
+        return tuple(json.loads(driver.stdout.readline()))
+
+    yield call
+    driver.stdin.close()
+    assert driver.wait(timeout=60) == 0
+
+
+def accepted(result: Result) -> str:
+    """What a command printed that ended well."""
+    status, out, err = result
+    assert (status, err) == (0, ""), err
+    return out
+
+
+def refused(result: Result, *words: str) -> None:
+    """That a command ended with one line that has these words in it."""
+    status, _, err = result
+    assert status == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    assert all(word in err for word in words), err
+
+
+def arguments(files, output, *more) -> list[str]:
+    return [
+        f"--input={','.join(map(str, files))}",
+        "--tokenizer=bytes",
+        f"--output={output}",
+        *map(str, more),
+    ]
+
+
+def finished(output) -> dict[str, bytes]:
+    """What a prepared folder holds, but for what says of which files it was made."""
+    names = {"inputs.json", "lock"}
+    return {name: data for name, data in contents(output).items() if name not in names}
+
+
+def touched(folder) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def files(tmp_path) -> list[pathlib.Path]:
+    texts = random_texts(1, 60)
+    return write_mixed(tmp_path / "in", texts + texts[::-4])
+
+
+# --- The same bytes -----------------------------------------------------------------------------
+
+
+def test_workers_give_the_bytes_of_a_loop(tmp_path, files):
+    output = tmp_path / "deep" / "out"
+    printed = run(PREPARE, *arguments(files, output, "--workers=2", "--shard_characters=900"))
+    expected = prepared(tmp_path / "loop", files, shard_characters=900)
+    assert expected.num_shards > 5
+    assert finished(output) == contents(tmp_path / "loop")
+    count = f"{expected.num_documents:,} documents, {expected.num_tokens:,} tokens"
+    assert f"{count} in {expected.num_shards} shards" in printed
+    assert not (output / "work").exists()
+
+
+def test_nothing_is_said_of_other_clusters_on_the_machine(tmp_path, files):
+    """Dask's HTTP server has a port of its own, if any."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):
+            taken.bind(("", 8787))
+            taken.listen()
+        command = start(PREPARE, *arguments(files[:1], tmp_path / "out", "--workers=1"))
+        _, err = command.communicate(timeout=60)
+    assert (command.returncode, err) == (0, "")
+
+
+@pytest.mark.slow
+def test_any_number_of_workers_gives_the_same_bytes(tmp_path):
+    texts = random_texts(2, 3000, 60)
+    files = write_mixed(tmp_path / "in", [*texts, *texts[::7], *random_texts(3, 40)])
+    changes = {
+        "deduplicate": True,
+        "packing": "published",
+        "block_tokens": 64,
+        "front_fill": "random",
+        "seed": 3,
+        "max_words": 5,
+        "shard_characters": 5000,
+    }
+    asked = [f"--{key}={value}" for key, value in changes.items()]
+    expected = prepared(tmp_path / "loop", files, **changes)
+    assert expected.num_shards > 3
+    for workers in (1, 2, 3):
+        output = tmp_path / str(workers)
+        run(PREPARE, *arguments(files, output, f"--workers={workers}", *asked))
+        assert finished(output) == contents(tmp_path / "loop")
+
+
+@pytest.mark.slow
+def test_a_running_cluster_gives_the_same_bytes(tmp_path, files, monkeypatch):
+    """Its workers are in another folder, and files may be named from where the command is."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    prepared(tmp_path / "loop", files, shard_characters=900, deduplicate=True)
+    asked = ["--shard_characters=900", "--deduplicate"]
+    relative = [os.path.relpath(file, ROOT) for file in files]
+    with monkeypatch.context() as here:
+        here.chdir(elsewhere)
+        cluster = distributed.LocalCluster(
+            n_workers=2, threads_per_worker=2, dashboard_address=":0", host="127.0.0.1"
+        )
+    with cluster:
+        address = f"--scheduler={cluster.scheduler_address}"
+        run(PREPARE, *arguments(files, tmp_path / "out", address, *asked))
+        assert finished(tmp_path / "out") == contents(tmp_path / "loop")
+        out = os.path.relpath(tmp_path / "relative", ROOT)
+        run(PREPARE, *arguments(relative, out, address, *asked))
+        assert finished(tmp_path / "relative") == contents(tmp_path / "loop")
+        # The cluster is still there for others.
+        with distributed.Client(cluster) as client:
+            assert client.submit(sum, [1, 2]).result() == 3
+
+
+def test_a_running_cluster_makes_a_folder_anew_with_another_tokenizer(tmp_path, files, prepare):
+    """Its workers live longer than one preparation."""
+    model = tmp_path / "tokenizer.model"
+    model.write_bytes(sentencepiece_model())
+    accepted(prepare(arguments(files, tmp_path / "out")))
+    shutil.rmtree(tmp_path / "out")
+    accepted(prepare([*arguments(files, tmp_path / "out"), f"--tokenizer={model}"]))
+    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", str(model), 0), ())
+    prepared(tmp_path / "loop", files, tokenizer)
+    assert finished(tmp_path / "out") == contents(tmp_path / "loop")
+
+
+# --- Ends in the middle -------------------------------------------------------------------------
+
+
+def sentencepiece_model() -> bytes:
+    return make_tokenizer(TokenizerConfig("sentencepiece", "", 380), random_texts(7, 200)).model
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> tuple[list[str], dict[str, bytes]]:
+    """Arguments of a preparation that takes some seconds, and what comes of it."""
+    folder = tmp_path_factory.mktemp("large")
+    model, rng = folder / "tokenizer.model", random.Random(0)
+    model.write_bytes(sentencepiece_model())
+    lines = random_texts(4, 2000, 400)
+    texts = ["".join(rng.choices(lines, k=10)) for _ in range(2000)]
+    files = [folder / "a.jsonl", folder / "b.jsonl.zst", folder / "c.jsonl"]
+    for number, file in enumerate(files):
+        data = json_lines(texts[number::3])
+        file.write_bytes(frames(data, 2**16) if file.suffix == ".zst" else data)
+    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", str(model), 0), ())
+    prepared(folder / "loop", files, tokenizer, shard_characters=100_000)
+    given = [f"--input={','.join(map(str, files))}", f"--tokenizer={model}"]
+    return [*given, "--shard_characters=100000"], contents(folder / "loop")
+
+
+def workers_of(command: subprocess.Popen) -> list[psutil.Process]:
+    children = psutil.Process(command.pid).children(recursive=True)
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+def wait_until(happens, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, "nothing happens"
+        time.sleep(0.01)
+
+
+def begin(large, output, workers: int, shards: int = 3) -> subprocess.Popen:
+    """A preparation that has made some shards, in a group of processes of its own."""
+    asked = [*large[0], f"--output={output}", f"--workers={workers}"]
+    command = start(PREPARE, *asked, start_new_session=True)
+    wait_until(lambda: len(list(output.glob("shard-*"))) >= shards or command.poll() is not None)
+    assert command.poll() is None and not (output / "index.json").exists()
+    return command
+
+
+def go_on(large, output, workers: int) -> str:
+    """Gives the same command again; what was there stays as it is."""
+    before = {path: touched(path) for path in output.glob("shard-*")}
+    assert before and not (output / "index.json").exists()
+    printed = run(PREPARE, *large[0], f"--output={output}", f"--workers={workers}")
+    assert finished(output) == large[1]
+    assert all(touched(path) == times for path, times in before.items())
+    return printed
+
+
+@pytest.mark.slow
+def test_workers_that_are_killed_are_replaced(tmp_path, large):
+    output = tmp_path / "out"
+    command = begin(large, output, 2)
+    for _ in range(2):
+        workers_of(command)[0].kill()
+        made = len(list(output.glob("shard-*")))
+        wait_until(lambda made=made: len(list(output.glob("shard-*"))) >= made + 3)
+    out, err = command.communicate(timeout=100)
+    assert command.returncode == 0, err
+    assert "error" not in err and "Traceback" not in out + err, err
+    assert finished(output) == large[1]
+
+
+@pytest.mark.slow
+def test_a_task_that_ends_every_worker_is_one_line(tmp_path, large):
+    output = tmp_path / "out"
+    asked = [*large[0], "--shard_characters=1000000000", f"--output={output}", "--workers=1"]
+    command = start(PREPARE, *asked)
+    wait_until(lambda: (output / "work" / "layout.json").exists())
+    while command.poll() is None:
+        time.sleep(0.6)
+        with contextlib.suppress(psutil.Error):
+            for worker in workers_of(command):
+                worker.kill()
+    out, err = command.communicate()
+    refused((command.returncode, out, err), "a task's worker died", "the same command goes on")
+
+
+@pytest.mark.slow
+def test_a_command_that_is_killed_goes_on_and_leaves_no_process(tmp_path, large):
+    output = tmp_path / "out"
+    command = begin(large, output, 2)
+    processes = psutil.Process(command.pid).children(recursive=True)
+    assert len(workers_of(command)) == 2
+    command.kill()
+    command.communicate()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive
+    go_on(large, output, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, whole_group", [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_a_signal_ends_with_75_and_one_line(tmp_path, large, number, whole_group):
+    """SIGINT as a terminal sends it: to the workers, too."""
+    output = tmp_path / "out"
+    command = begin(large, output, 2)
+    processes = psutil.Process(command.pid).children(recursive=True)
+    (os.killpg if whole_group else os.kill)(command.pid, number)
+    out, err = command.communicate(timeout=60)
+    assert command.returncode == 75, out + err
+    assert err.startswith("interrupted: SIG") and err.count("\n") == 1, err
+    assert "Traceback" not in out
+    assert not psutil.wait_procs(processes, timeout=30)[1]
+    go_on(large, output, 1)
+
+
+@pytest.mark.slow
+def test_a_command_that_is_killed_while_it_reads_goes_on(tmp_path, large):
+    output = tmp_path / "out"
+    asked = [*large[0], f"--output={output}", "--workers=1", "--deduplicate"]
+    for wait in ("lock", "work", "work/scan-00000.json"):
+        command = start(PREPARE, *asked)
+        wait_until(lambda wait=wait: (output / wait).exists() or (output / "index.json").exists())
+        command.kill()
+        command.communicate()
+    run(PREPARE, *asked)
+    texts = PreparedText(output)
+    assert texts.num_documents == len({tokens.tobytes() for tokens in texts.documents(1)})
+    expected = json.loads(large[1]["index.json"])
+    assert (
+        texts.num_documents + texts.index["left_out"].get("equal to one before", 0)
+        == (expected["documents"])
+    )
+
+
+@pytest.mark.slow
+def test_two_commands_at_once_are_one_and_a_refusal(tmp_path, large):
+    output = tmp_path / "out"
+    command = begin(large, output, 2, shards=1)
+    line = run(PREPARE, *large[0], f"--output={output}", status=2)
+    assert line == f"error: --output={output}: another process is preparing it"
+    out, err = command.communicate(timeout=100)
+    assert command.returncode == 0, out + err
+    assert finished(output) == large[1]
+
+
+# --- Bad input ----------------------------------------------------------------------------------
+
+
+def test_what_is_wrong_with_flags_is_one_line_and_touches_nothing(tmp_path, files, prepare):
+    file, out = files[0], tmp_path / "out"
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "precious.txt").write_text("precious")
+    (tmp_path / "text.txt").write_text("a text")
+    (tmp_path / "a.csv").write_text("a text")
+    (tmp_path / "dangling.jsonl").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "folder.jsonl").mkdir()
+    good = arguments([file], out)
+
+    def changed(flag: str, value) -> list[str]:
+        return [arg for arg in good if not arg.startswith(f"--{flag}=")] + [f"--{flag}={value}"]
+
+    cases = [
+        (good[1:], ["--input"]),
+        ([good[0], good[2]], ["--tokenizer"]),
+        (good[:2], ["--output"]),
+        (changed("input", tmp_path / "no*.jsonl"), ["--input: no file matches", "no*.jsonl"]),
+        (changed("input", " , "), ["--input=' , ' names no file"]),
+        (changed("input", tmp_path / "a.csv"), ["a.csv is none of"]),
+        (changed("input", tmp_path / "dangling.jsonl"), ["dangling.jsonl"]),
+        (changed("input", tmp_path / "folder.jsonl"), ["folder.jsonl"]),
+        (changed("tokenizer", tmp_path / "no.model"), ["--tokenizer=", "no.model", "is no file"]),
+        (changed("tokenizer", tmp_path / "text.txt"), ["tokenizer"]),
+        (changed("tokenizer", tmp_path), ["--tokenizer=", "is no file"]),
+        (changed("output", tmp_path / "text.txt"), ["--output=", "text.txt"]),
+        (changed("output", tmp_path / "text.txt" / "a"), ["--output=", "text.txt/a"]),
+        (changed("output", "gs://bucket/text"), ["--output=gs:", "must be a folder of a file system"]),
+        (changed("output", tmp_path / "taken"), ["taken is not empty and no prepared text"]),
+        ([*good, "--packing=published"], ["--block_tokens=0: --packing=published needs"]),
+        ([*good, "--packing=published", "--block_tokens=-1"], ["--block_tokens=-1"]),
+        ([*good, "--packing=windows"], ["--packing='windows'"]),
+        ([*good, "--block_tokens=8"], ["--block_tokens=8 is for --packing=published"]),
+        ([*good, "--front_fill=all"], ["--front_fill='all'"]),
+        ([*good, "--on_bad_record=warn"], ["on_bad_record='warn'"]),
+        ([*good, "--chunk_size=0"], ["--chunk_size=0"]),
+        ([*good, "--chunk_size=99999999999999999999"], ["--chunk_size=99999999999999999999"]),
+        ([*good, "--shard_characters=0"], ["--shard_characters=0"]),
+        ([*good, "--seed=-1"], ["--seed=-1"]),
+        ([*good, "--seed=4294967296"], ["--seed=4294967296"]),
+        ([*good, "--min_characters=-1"], ["min_characters=-1"]),
+        ([*good, "--max_words=-1"], ["max_words=-1"]),
+        ([*good, "--workers=-1"], ["--workers=-1"]),
+        ([*good, "--workers=2", "--scheduler=tcp://127.0.0.1:1"], ["--workers=2"]),
+        ([*good, "--scheduler=nonsense"], ["--scheduler='nonsense'"]),
+        ([*good, "--workers=many"], ["workers"]),
+        ([*good, "--tokeniser=bytes"], ["tokeniser"]),
+        ([*good, "more"], ["unexpected argument 'more'"]),
+        ([*good, "--text_field=body"], [f"{file}, line 1: no field 'body'"]),
+    ]
+    before = contents(tmp_path)
+    for command, words in cases:
+        print(command)
+        refused(prepare(command), *words)
+    after = contents(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert not list(tmp_path.rglob("shard-*")) and not list(tmp_path.rglob("index.json"))
+    # After all that the right command is no other one.
+    accepted(prepare(good))
+
+
+GOOD = b'{"text": "good"}\n'
+BAD_RECORDS = {
+    "broken.jsonl": (GOOD + b'{"text": "x"\n' + GOOD, "malformed JSON", "broken.jsonl, line 2"),
+    "missing.jsonl": (GOOD + b'{"body": "x"}\n' + GOOD, "missing field", "line 2: no field 'text'"),
+    "list.jsonl": (GOOD + b"[1]\n" + GOOD, "no object", "list.jsonl, line 2: not an object"),
+    "number.jsonl": (GOOD + b'{"text": 5}\n' + GOOD, "not text", "line 2: field 'text' is int"),
+    "null.jsonl": (GOOD + b'{"text": null}\n' + GOOD, "not text", "NoneType"),
+    "lone.jsonl": (GOOD + rb'{"text": "\ud800"}' + b"\n" + GOOD, "lone surrogate", "line 2"),
+    "latin.jsonl": (GOOD + b'{"text": "\xe9"}\n' + GOOD, "invalid UTF-8", "line 2: byte 10"),
+    "deep.jsonl": (GOOD + b"[" * 100_000 + b"\n" + GOOD, "malformed JSON", "line 2"),
+    "cut.jsonl.zst": (
+        zstandard.ZstdCompressor().compress(GOOD * 2)
+        + zstandard.ZstdCompressor().compress(GOOD * 100)[:-3],
+        "truncated file",
+        "cut.jsonl.zst",
+    ),
+    "cut.jsonl.gz": (gzip.compress(GOOD * 2)[:-3], "damaged file", "cut.jsonl.gz"),
+    "latin.txt": (b"\xe9", "invalid UTF-8", "latin.txt"),
+    "noise.parquet": (b"PAR1" + bytes(50), "damaged file", "noise.parquet"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_RECORDS)
+def test_bad_records_are_named_or_counted(tmp_path, prepare, name):
+    data, reason, words = BAD_RECORDS[name]
+    (tmp_path / name).write_bytes(data)
+    (tmp_path / "good.jsonl").write_bytes(GOOD)
+    asked = arguments([tmp_path / name, tmp_path / "good.jsonl"], tmp_path / "out")
+    refused(prepare(asked), words)
+    assert not list((tmp_path / "out").glob("shard-*"))
+    out = accepted(prepare([*asked, "--on_bad_record=skip"]))
+    text = PreparedText(tmp_path / "out")
+    assert text.index["left_out"] == {reason: 1}
+    what = "the rest of 1 files" if reason.endswith("file") else "1 documents"
+    assert f"left out: {what}: {reason}\n" in out
+    kept = 1 if name in ("latin.txt", "noise.parquet") else 3
+    assert [BYTES.decode(tokens) for tokens in text.documents(1)] == ["good"] * kept
+
+
+def test_nul_bytes_are_text_and_documents_without_text_are_counted(tmp_path, prepare):
+    texts = ["a\0b", "", "\0", "x", ""]
+    (tmp_path / "a.jsonl").write_bytes(json_lines(texts) + b"\n  \n")
+    (tmp_path / "b.txt").write_bytes(b"")
+    files = [tmp_path / "a.jsonl", tmp_path / "b.txt"]
+    out = accepted(prepare(arguments(files, tmp_path / "some")))
+    assert "left out: 3 documents: empty\n" in out
+    text = PreparedText(tmp_path / "some")
+    assert [BYTES.decode(tokens) for tokens in text.documents(1)] == ["a\0b", "\0", "x"]
+    assert text.index["left_out"] == {"empty": 3}
+    accepted(prepare(arguments(files, tmp_path / "short", "--min_characters=2")))
+    text = PreparedText(tmp_path / "short")
+    assert text.index["left_out"] == {"empty": 3, "under 2 characters": 2}
+
+
+@pytest.mark.parametrize(
+    "name, data",
+    [
+        ("a.jsonl", json_lines(["", ""])),
+        ("a.jsonl.gz", gzip.compress(b"")),
+        ("a.jsonl.zst", b""),
+        ("a.txt", b""),
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["--deduplicate", "--packing=published", "--block_tokens=8"]])
+def test_no_text_at_all_is_refused(tmp_path, prepare, name, data, more):
+    (tmp_path / name).write_bytes(data)
+    refused(prepare(arguments([tmp_path / name], tmp_path / "out", *more)), "--input holds no text")
+
+
+def test_an_output_of_other_text_is_refused_and_kept(tmp_path, files, prepare):
+    """Whether it was finished or is to be gone on with."""
+    model = tmp_path / "tokenizer.model"
+    model.write_bytes(sentencepiece_model())
+    done, begun = (
+        arguments(files, tmp_path / name, "--shard_characters=900") for name in ("done", "begun")
+    )
+    accepted(prepare(done))
+    whole = contents(tmp_path / "done")
+    shutil.copytree(tmp_path / "done", tmp_path / "begun")
+    (tmp_path / "begun" / "index.json").unlink()
+    shutil.rmtree(min((tmp_path / "begun").glob("shard-*")))
+    before = {path: time for path, time in touched(tmp_path).items() if "shard-" in path}
+    for command in (done, begun):
+        for flag, key in (
+            ("--append_eos=false", "append_eos=True, not False"),
+            ("--seed=1", "seed=0, not 1"),
+            ("--shard_characters=901", "shard_characters=900, not 901"),
+            ("--deduplicate", "deduplicate=False, not True"),
+            (f"--tokenizer={model}", "tokenizer="),
+            (f"--input={files[0]}", "input 1="),
+            (f"--input={files[1]},{files[0]}", "input 0="),
+        ):
+            refused(prepare([*command, flag]), f"was begun with {key}")
+        data = files[1].read_bytes()
+        files[1].write_bytes(data.replace(b"e", b"i", 1))
+        refused(prepare(command), f"the content of {files[1]}")
+        # The same again, touched at another time.
+        files[1].write_bytes(data)
+    assert {path: time for path, time in touched(tmp_path).items() if "shard-" in path} == before
+    assert contents(tmp_path / "done") == whole
+    assert "there is nothing to do" in accepted(prepare(done))
+    assert "there is nothing to do" in accepted(prepare([*done, "--on_bad_record=skip"]))
+    assert contents(tmp_path / "done") == whole
+    accepted(prepare(begun))
+    assert finished(tmp_path / "begun") == finished(tmp_path / "done")
+
+
+def test_a_folder_that_came_to_nothing_takes_other_options(tmp_path, files, prepare):
+    asked = arguments(files[:1], tmp_path / "out")
+    refused(prepare([*asked, "--text_field=body", "--deduplicate"]), "no field 'body'")
+    accepted(prepare(asked))
+    prepared(tmp_path / "loop", files[:1])
+    assert finished(tmp_path / "out") == contents(tmp_path / "loop")
+
+
+def test_the_same_command_mends_a_damaged_output(tmp_path, files, prepare):
+    asked = arguments(files, tmp_path / "out", "--shard_characters=900")
+    accepted(prepare(asked))
+    whole = finished(tmp_path / "out")
+    shard = min((tmp_path / "out").glob("shard-*"))
+    for name in ("pages.npy", "documents.npy"):
+        (shard / name).write_bytes(b"")
+        with pytest.raises(UserError, match="delete this folder, and give the command"):
+            list(PreparedText(tmp_path / "out").documents(1))
+        assert "is not whole any more" in accepted(prepare(asked))
+        assert finished(tmp_path / "out") == whole
+    for name in (shard.name, "tokenizer", "index.json"):
+        path = tmp_path / "out" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        accepted(prepare(asked))
+        assert finished(tmp_path / "out") == whole
+
+
+NOTE = {"options": {}, "tokenizer": "", "files": [], "states": []}
+
+
+def test_a_damaged_note_of_the_input_is_one_line(tmp_path, files, prepare):
+    damaged = [b"", b"\xff", b"{}", b"[]", b"null", b"1"]
+    for key in NOTE:
+        others = [NOTE | {key: wrong} for wrong in (None, [], 5, ["x"])]
+        others.append({name: value for name, value in NOTE.items() if name != key})
+        damaged += [json.dumps(other).encode() for other in others]
+    note = tmp_path / "out" / "inputs.json"
+    (tmp_path / "out" / "shard-00000-of-00001").mkdir(parents=True)
+    for data in damaged:
+        print(data)
+        note.write_bytes(data)
+        refused(prepare(arguments(files, tmp_path / "out")), str(tmp_path / "out"))
+        assert note.read_bytes() == data
+
+
+def test_what_a_killed_command_left_beside_its_first_file_is_no_other_text(
+    tmp_path, files, prepare
+):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "lock").touch()
+    (tmp_path / "out" / "inputs.json.4711.tmp").write_text('{"opti')
+    accepted(prepare(arguments(files, tmp_path / "out")))
+
+
+def test_a_folder_that_another_process_holds_is_refused(tmp_path, files, prepare):
+    (tmp_path / "out").mkdir()
+    with open(tmp_path / "out" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refused(prepare(arguments(files, tmp_path / "out")), "another process is preparing it")
+    assert contents(tmp_path / "out") == {"lock": b""}
+    accepted(prepare(arguments(files, tmp_path / "out")))
+
+
+def test_a_full_disk_is_a_line_and_goes_on_later(tmp_path, files, monkeypatch):
+    asked = options(shard_characters=900)
+    layout = laid_out(tmp_path / "out", files, asked)
+    runs = [(number, number + 1) for number in range(layout.num_shards)]
+    written, sync = [], os.fsync
+
+    def full(descriptor):
+        written.append(descriptor)
+        if len(written) > 11:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match=r"shard-00003.* cannot be written: No space left"):
+            for place in runs:
+                make_shards.make_shards(tmp_path / "out", layout.work, asked, no_report, place)
+    assert make_shards.pending(tmp_path / "out", len(runs)) == list(range(3, len(runs)))
+    assert not list(layout.work.glob("shard-*"))
+    prepared(tmp_path / "out", files, shard_characters=900)
+    prepared(tmp_path / "loop", files, shard_characters=900)
+    assert contents(tmp_path / "out") == contents(tmp_path / "loop")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("megabytes", [0.1, 0.6, 1.5])
+def test_a_disk_that_is_really_full_is_one_line(tmp_path, megabytes):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(random_texts(5, 8000)))
+    mount = f"mount -t tmpfs -o size={int(megabytes * 2**20)} none {tmp_path / 'disk'} && "
+    (tmp_path / "disk").mkdir()
+    in_namespace = ["unshare", "-rm", "sh", "-c"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*in_namespace, mount + "true"]).returncode
+    ):
+        pytest.skip("needs to mount a small file system")
+    asked = arguments([tmp_path / "a.jsonl"], tmp_path / "disk" / "out", "--workers=1")
+    asked += ["--shard_characters=100000", "--deduplicate"]
+    command = " ".join([sys.executable, "-m", PREPARE, *asked])
+    done = subprocess.run(
+        [*in_namespace, f"{mount} {command}"], cwd=ROOT, capture_output=True, text=True
+    )
+    refused(
+        (done.returncode, done.stdout, done.stderr), "cannot be written", str(tmp_path / "disk")
+    )
+
+
+def most_memory(command: subprocess.Popen) -> int:
+    """The most memory that one of a command's processes had, in bytes, when it has ended."""
+    most = 0
+    while command.poll() is None:
+        with contextlib.suppress(psutil.Error, OSError, IndexError):
+            for process in [psutil.Process(command.pid), *workers_of(command)]:
+                status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
+                most = max(most, int(status.split("VmHWM:")[1].split()[0]) * 1024)
+        time.sleep(0.02)
+    return most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, megabytes", [("a.jsonl", 300), ("a.jsonl.zst", 1000)])
+def test_a_line_longer_than_the_limit_is_counted_in_little_memory(tmp_path, name, megabytes):
+    assert files_lib.MOST_BYTES < 300 * 2**20
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(tmp_path / name, "wb"))
+        if name.endswith(".zst"):
+            file = stack.enter_context(zstandard.ZstdCompressor().stream_writer(file))
+        file.write(GOOD + b'{"text": "')
+        for _ in range(megabytes):
+            file.write(b"x" * 2**20)
+        file.write(b'"}\n' + GOOD)
+    asked = arguments([tmp_path / name], tmp_path / "out", "--workers=1", "--on_bad_record=skip")
+    command = start(PREPARE, *asked)
+    memory = most_memory(command)
+    out, err = command.communicate()
+    assert command.returncode == 0, err
+    assert "left out: 1 documents: long line" in out
+    text = PreparedText(tmp_path / "out")
+    assert text.index["left_out"] == {"long line": 1} and text.num_documents == 2
+    assert memory < 1.5e9, memory
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("mode", ["raise", "skip"])
+def test_a_file_of_random_damage_is_refused_or_read_as_it_is_in_memory(tmp_path, name, mode):
+    rng, texts = random.Random(name + mode), random_texts(6, 12)
+    path, reading = tmp_path / name, Reading("text", on_bad_record="skip")
+    packers = {"gz": gzip.compress, "zst": lambda data: frames(data, 400), "jsonl": bytes}
+    if path.suffix == ".parquet":
+        write_parquet(path, texts)
+    else:
+        path.write_bytes(packers[path.suffix[1:]](json_lines(texts)))
+    whole = path.read_bytes()
+    outcomes: collections.Counter = collections.Counter()
+    for number in range(40):
+        bad = bytearray(whole)
+        if rng.random() < 0.3:
+            bad = bad[: rng.randrange(len(bad))]
+        else:
+            for _ in range(rng.randint(1, 3)):
+                bad[rng.randrange(len(bad))] = rng.randrange(256)
+        path.write_bytes(bad)
+        try:
+            text = prepared(
+                tmp_path / str(number), [path], on_bad_record=mode, shard_characters=400
+            )
+        except UserError as error:
+            assert "\n" not in str(error)
+            assert str(path) in str(error) or str(error) == "--input holds no text"
+            outcomes["refused"] += 1
+            continue
+        found = read_documents([str(path)], "--input", reading, collections.Counter())
+        assert [BYTES.decode(tokens) for tokens in text.documents(1)] == [d.text for d in found]
+        outcomes["read"] += 1
+    assert outcomes["read"] > 0 and sum(outcomes.values()) == 40
