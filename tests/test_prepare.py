@@ -399,7 +399,10 @@ def test_what_is_wrong_with_flags_is_one_line_and_touches_nothing(tmp_path, file
         (changed("tokenizer", tmp_path), ["--tokenizer=", "is no file"]),
         (changed("output", tmp_path / "text.txt"), ["--output=", "text.txt"]),
         (changed("output", tmp_path / "text.txt" / "a"), ["--output=", "text.txt/a"]),
-        (changed("output", "gs://bucket/text"), ["--output=gs:", "must be a folder of a file system"]),
+        (
+            changed("output", "gs://bucket/text"),
+            ["--output=gs:", "must be a folder of a file system"],
+        ),
         (changed("output", tmp_path / "taken"), ["taken is not empty and no prepared text"]),
         ([*good, "--packing=published"], ["--block_tokens=0: --packing=published needs"]),
         ([*good, "--packing=published", "--block_tokens=-1"], ["--block_tokens=-1"]),

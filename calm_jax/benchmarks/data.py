@@ -134,7 +134,7 @@ def _measure_preparing(folder: pathlib.Path, texts: list[str], tokenizer: str) -
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
     print(
         f"preparing, {workers} workers: {statistics.median(rates) / 1e6:.2f} Mtok/s with everything, "
-        f"{statistics.median(shares):.0%} of the bare tokenizer (median of {len(rates)}); peak of a worker {peak:.0f} MiB"
+        f"{statistics.median(shares):.0%} of the bare tokenizer (median of {len(rates)}); peak of a process {peak:.0f} MiB"
     )
     return output
 

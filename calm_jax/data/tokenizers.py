@@ -69,11 +69,11 @@ class Tokenizer(abc.ABC):
         """Text of ids that are no special tokens; bytes that are no UTF-8 become U+FFFD."""
 
     def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
+        return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
         """The same as an array, int32."""
-        return np.asarray(self.encode(text), np.int32)
+        return np.asarray(self.encode_batch([text])[0], np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids; bos, eos and pad are left out."""
