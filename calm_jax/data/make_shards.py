@@ -114,7 +114,8 @@ def _framed(
     frame, counts, reported = options.frame, [0, 0, 0], time.monotonic()
     for number, document in documents:
         # By the document, not by which process makes it.
-        front = frame.draw_front(np.random.default_rng([options.seed, number]))
+        random = frame.front_fill == "random"
+        front = frame.draw_front(np.random.default_rng([options.seed, number])) if random else 0
         tokens = frame.around(tokenizer.encode_array(document.text), front, tokenizer)
         counts = [counts[0] + 1, counts[1] + len(document.text), counts[2] + len(tokens)]
         if time.monotonic() - reported > _REPORT_EVERY:
