@@ -122,6 +122,54 @@ def test_a_file_of_random_damage_is_an_error_or_texts(tmp_path):
             assert all(isinstance(document.text, str) for document in found)
 
 
+def test_zstd_of_a_long_window_is_no_damage(tmp_path):
+    window = zstandard.ZstdCompressionParameters.from_level(3, window_log=30)
+    packed = zstandard.ZstdCompressor(compression_params=window).compress(LINES)
+    (tmp_path / "a.jsonl.zst").write_bytes(packed)
+    assert [document.text for document in read(tmp_path / "a.jsonl.zst")[0]] == TEXTS
+
+
+def test_a_mark_of_byte_order_is_no_part_of_the_first_record(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + LINES)
+    assert [document.text for document in read(tmp_path / "a.jsonl")[0]] == TEXTS
+
+
+def test_a_name_with_brackets_is_a_name_if_it_is_there(tmp_path):
+    (tmp_path / "a[1].jsonl").write_bytes(LINES)
+    assert len(read(tmp_path / "a[1].jsonl")[0]) == len(TEXTS)
+    with pytest.raises(UserError, match="no file matches"):
+        read(tmp_path / "b[1].jsonl")
+
+
+def test_a_folder_with_the_name_of_a_file_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"a.jsonl is a folder: name the files in it"):
+        find_files(str(tmp_path / "*.jsonl"), "data.train_files")
+
+
+def test_empty_texts_and_short_ones_are_counted(tmp_path):
+    rows = [{"text": ""}, {"text": "short"}, {"text": "long enough"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, skipped = read(tmp_path / "a.jsonl", min_characters=6)
+    assert [document.text for document in found] == ["long enough"]
+    assert skipped == {"empty": 1, "under 6 characters": 1}
+
+
+def test_a_network_that_is_not_there_is_one_line(monkeypatch):
+    """Whatever kind of error a file system's library has for it."""
+
+    class Unreachable(Exception):
+        pass
+
+    def fail(*_):
+        raise Unreachable("no route\nto host")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", fail)
+    expected = r"'hf://a/\*.jsonl' cannot be listed \(Unreachable: no route to host\)"
+    with pytest.raises(UserError, match=expected):
+        find_files("hf://a/*.jsonl", "data.train_files")
+
+
 def test_a_line_that_is_too_long_is_left_out_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(files_lib, "MOST_BYTES", 1 << 20)
     long = json.dumps({"text": "x" * (3 << 20)}).encode()

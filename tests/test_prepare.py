@@ -24,6 +24,7 @@ import zstandard
 
 from calm_jax.data import files as files_lib
 from calm_jax.data import make_shards
+from calm_jax.data.cluster import Reporter, Stopped
 from calm_jax.data.documents import Reading, read_documents
 from calm_jax.data.shards import PreparedText
 from calm_jax.data.tokenizers import ByteTokenizer, TokenizerConfig, make_tokenizer
@@ -594,6 +595,12 @@ def test_what_a_killed_command_left_beside_its_first_file_is_no_other_text(
     (tmp_path / "out" / "lock").touch()
     (tmp_path / "out" / "inputs.json.4711.tmp").write_text('{"opti')
     accepted(prepare(arguments(files, tmp_path / "out")))
+
+
+def test_a_task_ends_when_who_asked_for_it_has_gone(tmp_path):
+    """Its worker may live longer, on a cluster that was running before."""
+    with pytest.raises(Stopped):
+        Reporter(tmp_path / "run-1")(1, 2, 3)
 
 
 def test_a_folder_that_another_process_holds_is_refused(tmp_path, files, prepare):

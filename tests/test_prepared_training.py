@@ -106,6 +106,14 @@ def test_a_mixture_has_its_weights_and_repeats_no_block_before_its_source_is_thr
         assert len({tuple(epoch) for epoch in whole.tolist()}) == len(whole)
 
 
+def test_sources_without_weights_are_all_there_once_an_epoch():
+    text = TrainingText([numbered(0, 100), numbered(1000, 37), numbered(2000, 7)], ())
+    blocks = np.concatenate([batch[0, :, 0] for batch in first_batches(text, 72)]).reshape(2, 144)
+    expected = [*range(100), *range(1000, 1037), *range(2000, 2007)]
+    np.testing.assert_array_equal(np.sort(blocks), [expected, expected])
+    assert not np.array_equal(*blocks)
+
+
 @pytest.mark.parametrize("now", [1, 2, 4])
 @pytest.mark.parametrize("done", [1, 5])
 def test_a_mixture_goes_on_at_its_step_on_any_number_of_processes(done, now):
