@@ -37,6 +37,8 @@ _MEGABYTES = flags.DEFINE_integer("megabytes", 1000, "of text")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "medians are of so many")
 _FILES = 4
 _BATCH = 64
+# Of text for each process of the bare tokenizer.
+_BARE_CHARACTERS = 50e6
 
 
 def _tokenise(tokenizer: str, texts: list[str], ready, go, counts) -> None:
@@ -119,22 +121,27 @@ class _ArrayRecordBlocks:
 
 def _measure_preparing(folder: pathlib.Path, texts: list[str], tokenizer: str) -> pathlib.Path:
     workers = len(os.sched_getaffinity(0))
-    rates, shares = [], []
+    some = texts * max(1, round(_BARE_CHARACTERS / sum(map(len, texts))))
+    bare_rate = functools.partial(_bare_rate, tokenizer, some, workers)
+    bares, rates, shares = [], [], []
     for repeat in range(_REPEATS.value):
-        bare = _bare_rate(tokenizer, texts * max(1, round(20e6 / sum(map(len, texts)))), workers)
+        before = bare_rate()
         output = folder / f"prepared-{repeat}"
         files = [str(folder / f"{number}.jsonl.zst") for number in range(_FILES)]
         options = Options("text", "raise", 0, 0, True, False, "none", 4, False, "all", 0, 0, 2**24)
         began = time.monotonic()
         index = prepare.prepare(files, open_tokenizer(tokenizer)[0], output, options, workers)
         rate = index["tokens"] / (time.monotonic() - began)
+        # Other work on the machine comes and goes: the mean of before and after.
+        bare = (before + bare_rate()) / 2
+        bares.append(bare)
         rates.append(rate)
         shares.append(rate / bare)
         print(f"  {bare / 1e6:.2f} Mtok/s bare, {rate / 1e6:.2f} prepared", flush=True)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
     print(
-        f"preparing, {workers} workers: {statistics.median(rates) / 1e6:.2f} Mtok/s with everything, "
-        f"{statistics.median(shares):.0%} of the bare tokenizer (median of {len(rates)}); peak of a process {peak:.0f} MiB"
+        f"preparing, {workers} workers: {statistics.median(rates) / 1e6:.2f} Mtok/s with everything, bare tokenizer "
+        f"{statistics.median(bares) / 1e6:.2f}, share {statistics.median(shares):.0%} (medians of {len(rates)}); peak of a process {peak:.0f} MiB"
     )
     return output
 
