@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from calm_jax import brier, checkpoint, plane, report
+from calm_jax import brier, checkpoint, flops, plane, report
 from calm_jax import text as text_lib
 from calm_jax.atomic import write_atomically
 from calm_jax.checkpoint import Checkpointer
@@ -74,6 +74,7 @@ class Run:
             evaluator,
             config.training,
             config.optimizer,
+            flops.training(self.config, name, self.tokenizer.vocab_size),
         )
         about = {"config": as_dict(self.config), "tokenizer": self.tokenizer.fingerprint}
         checkpointer = Checkpointer(self.workdir.checkpoints(name), self.config.checkpoint.keep)

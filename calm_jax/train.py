@@ -12,6 +12,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from calm_jax.accelerators import accelerator
 from calm_jax.checkpoint import Checkpointer
 from calm_jax.data.blocks import MASKED
 from calm_jax.data.pipeline import TrainingText, training_batches
@@ -190,7 +191,7 @@ class Profile:
 class Stage:
     """What to train, on what, how, and how to score it on the way.
 
-    initial: loads the parameters to begin with; None for fresh ones.
+    initial: loads the parameters to begin with; None for fresh ones. flops_per_token: of a training step, on paper.
     """
 
     name: str
@@ -202,6 +203,7 @@ class Stage:
     evaluator: Evaluator
     training: TrainingConfig
     optimizer: OptimizerConfig
+    flops_per_token: float
 
 
 class Trainer:
@@ -345,6 +347,12 @@ class Trainer:
             "seconds": self._seconds,
         }
         self._logged_at, self._logged_step = now, step
+        device = accelerator(jax.devices()[0].device_kind)
+        if device is not None:
+            # Model FLOPs utilisation: all tokens of a step, pads and masked ones too, are computed.
+            tokens = self._stage.training.batch_size * self._stage.text.block_tokens
+            achieved = self._stage.flops_per_token * tokens * steps_per_second
+            values["mfu"] = achieved / (device.flops * jax.device_count())
         self._log.write(self._stage.name, "train", step, values)
         self._progress.values(step, values)
 

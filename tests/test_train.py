@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from calm_jax import train as train_lib
+from calm_jax.accelerators import Accelerator
 from calm_jax.checkpoint import Checkpointer
 from calm_jax.config import Config, resolve
 from calm_jax.data.blocks import MASKED, Blocks
@@ -186,7 +188,7 @@ def test_a_run_that_stays_nonfinite_ends_with_its_checkpoint(tmp_path):
     )
     blocks = Blocks(np.full((8, 32), 255, np.int32), np.full(8, 32), np.zeros(8, int))
     text = TrainingText([blocks], ())
-    stage = Stage("lm", Fragile(), {}, None, text, 0, None, training, config.lm.optimizer)
+    stage = Stage("lm", Fragile(), {}, None, text, 0, None, training, config.lm.optimizer, 1e6)
     mesh, log = make_mesh(config.mesh), MetricsLog(tmp_path)
     checkpointer = Checkpointer(tmp_path / "lm", 2)
     trainer = Trainer(stage, 0, Bytes.pad_id, 1, mesh, checkpointer, log, {}, Profile(-1, -1, ""))
@@ -213,7 +215,7 @@ def test_a_state_that_stands_still_is_never_saved(tmp_path):
         blocks = Blocks(np.full((8, 32), token, np.int32), np.full(8, 32), np.zeros(8, int))
         steps = dataclasses.replace(training, num_steps=num_steps)
         text = TrainingText([blocks], ())
-        stage = Stage("lm", Fragile(), {}, None, text, 0, None, steps, config.lm.optimizer)
+        stage = Stage("lm", Fragile(), {}, None, text, 0, None, steps, config.lm.optimizer, 1e6)
         checkpointer = Checkpointer(tmp_path / "lm", 2)
         none = Profile(-1, -1, "")
         log = MetricsLog(tmp_path)
@@ -225,6 +227,30 @@ def test_a_state_that_stands_still_is_never_saved(tmp_path):
         train_on(255, 60)
     train_on(1, 8)
     assert (tmp_path / "lm" / "8").is_dir()
+
+
+def test_utilisation_is_the_flops_of_a_step_over_those_of_the_devices(tmp_path, monkeypatch):
+    """Of an accelerator whose peak is known; of others there is none."""
+    config = tiny_config()
+    training = dataclasses.replace(config.lm.training, batch_size=2, num_steps=4, log_every=2)
+    blocks = Blocks(np.full((8, 32), 1, np.int32), np.full(8, 32), np.zeros(8, int))
+    text, mesh = TrainingText([blocks], ()), make_mesh(config.mesh)
+    stage = Stage("lm", Fragile(), {}, None, text, 0, None, training, config.lm.optimizer, 1e6)
+
+    def logged(name: str) -> list[dict]:
+        log = MetricsLog(tmp_path / name)
+        checkpointer, none = Checkpointer(tmp_path / name / "lm", 2), Profile(-1, -1, "")
+        with jax.set_mesh(mesh):
+            Trainer(stage, 0, Bytes.pad_id, 1, mesh, checkpointer, log, {}, none).run()
+        return [record for record in log.records if record["split"] == "train"]
+
+    assert all("mfu" not in record for record in logged("cpu"))
+    known = Accelerator(flops=1e12, memory=1e9)
+    monkeypatch.setattr(train_lib, "accelerator", lambda _: known)
+    for record in logged("known"):
+        # Every one of the 64 tokens of a step counts as text here.
+        expected = 1e6 * record["tokens_per_second"] / (1e12 * jax.device_count())
+        assert record["mfu"] == pytest.approx(expected)
 
 
 def test_metrics_between_logs_survive_in_the_state():
