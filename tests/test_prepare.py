@@ -308,7 +308,8 @@ def test_a_task_that_ends_every_worker_is_one_line(tmp_path, large):
             for worker in workers_of(command):
                 worker.kill()
     out, err = command.communicate()
-    refused((command.returncode, out, err), "a task's worker died", "the same command goes on")
+    # Dask gives the task up, or the worker.
+    refused((command.returncode, out, err), "what was complete is kept, the same command goes on")
 
 
 @pytest.mark.slow

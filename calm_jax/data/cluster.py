@@ -27,8 +27,8 @@ _DASK = {
     f"{_IN_WORKERS}.TOKENIZERS_PARALLELISM": "false",
     f"{_IN_WORKERS}.RAYON_NUM_THREADS": "1",
     # Dask has memory given back at once, which costs a page fault for every page of every document.
-    f"{_IN_WORKERS}.MALLOC_TRIM_THRESHOLD_": str(2**28),
-    f"{_IN_WORKERS}.MALLOC_MMAP_THRESHOLD_": str(2**28),
+    f"{_IN_WORKERS}.MALLOC_TRIM_THRESHOLD_": str(2**26),
+    f"{_IN_WORKERS}.MALLOC_MMAP_THRESHOLD_": str(2**25),
 }
 _LINE_EVERY = 10.0
 # Seconds to wait for a scheduler; for its first worker, which may have to queue; between looks at whether there are any left.
