@@ -17,10 +17,12 @@ import pytest
 import tiktoken.load
 import zstandard
 
+from calm_jax.data import inputs as inputs_lib
 from calm_jax.data import make_shards, plan, tokenizers
 from calm_jax.data.blocks import MASKED, BlockConfig, document_blocks, pack
 from calm_jax.data.documents import Document, Reading, digest_of, pieces, read_documents
-from calm_jax.data.plan import Input, Layout, Options
+from calm_jax.data.inputs import Input, Options
+from calm_jax.data.plan import Layout
 from calm_jax.data.shards import PAGE, PreparedText, page_type, prepared_blocks
 from calm_jax.data.tokenizers import (
     ByteTokenizer,
@@ -391,7 +393,7 @@ def test_a_text_of_just_max_words_is_whole_and_one_more_word_is_a_piece(words, s
 def test_the_first_of_equal_documents_stays(tmp_path, monkeypatch, partition, segment):
     monkeypatch.setattr(plan, "_PARTITION", partition)
     monkeypatch.setattr(plan, "_SEGMENT", segment)
-    monkeypatch.setattr(plan, "_GROUP_FILES", 3)
+    monkeypatch.setattr(inputs_lib, "_GROUP_FILES", 3)
     rng = random.Random(0)
     texts = random_texts(11, 40, 30)
     texts = rng.choices(texts, k=50) + texts + rng.choices(texts, k=60)

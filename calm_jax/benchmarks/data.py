@@ -25,8 +25,8 @@ from absl import app, flags
 
 from calm_jax.command import command, parse_flags
 from calm_jax.data import prepare
+from calm_jax.data.inputs import Options
 from calm_jax.data.pipeline import TrainingText, training_batches
-from calm_jax.data.plan import Options
 from calm_jax.data.shards import PreparedText, prepared_blocks
 from calm_jax.data.tokenizers import open_tokenizer
 from calm_jax.errors import UserError

@@ -15,7 +15,8 @@ import numpy as np
 
 from calm_jax.data.blocks import PUBLISHED_GROUP
 from calm_jax.data.documents import Document
-from calm_jax.data.plan import Layout, Options, Report, write_json
+from calm_jax.data.inputs import Options
+from calm_jax.data.plan import Layout, Report, write_json
 from calm_jax.data.shards import DOCUMENTS, FORMAT, INDEX, PAGES, SHARD, ShardWriter, sha256
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from calm_jax.errors import UserError

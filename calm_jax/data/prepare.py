@@ -22,7 +22,8 @@ from calm_jax.command import command, parse_flags
 from calm_jax.data import make_shards, plan
 from calm_jax.data.cluster import Cluster, Progress
 from calm_jax.data.files import find_files
-from calm_jax.data.plan import KEY, Input, Layout, Options
+from calm_jax.data.inputs import KEY, Input, Options
+from calm_jax.data.plan import Layout
 from calm_jax.data.shards import INDEX, PreparedText
 from calm_jax.data.tokenizers import Tokenizer, open_tokenizer
 from calm_jax.errors import UserError
