@@ -410,7 +410,12 @@ def step_by_step(model, token_BLK, key_BLJ, num_samples):
 
 @pytest.mark.parametrize(
     ("chunk_size", "exact", "at_once"),
-    [(1, True, [99]), (1, False, [99]), (2, False, [1, 4, 99]), (3, False, [99])],
+    [
+        (1, True, [99]),
+        pytest.param(1, False, [99], marks=pytest.mark.slow),
+        (2, False, [1, 4, 99]),
+        pytest.param(3, False, [99], marks=pytest.mark.slow),
+    ],
 )
 def test_all_starts_at_once_equal_each_start_alone(chunk_size, exact, at_once):
     """With the same keys, for every start, however many are continued at once; also a few, then the rest."""

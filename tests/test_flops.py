@@ -102,7 +102,14 @@ def as_xla(config: Config, parts: flops.Flops) -> float:
     return sum(parts.values()) + 3 * masked * seen / num_chunks / config.chunk_size
 
 
-@pytest.mark.parametrize("head", ["energy", "flow", "diffusion"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        "energy",
+        pytest.param("flow", marks=pytest.mark.slow),
+        pytest.param("diffusion", marks=pytest.mark.slow),
+    ],
+)
 def test_a_small_step_is_what_xla_counts(head):
     tokenizer, config, rows = ByteTokenizer(b""), small(head), 8
     task = make_lm_task(config, tokenizer, config.eval.published)
