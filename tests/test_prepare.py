@@ -454,7 +454,7 @@ BAD_RECORDS = {
         "truncated file",
         "cut.jsonl.zst",
     ),
-    "cut.jsonl.gz": (gzip.compress(GOOD * 2)[:-3], "damaged file", "cut.jsonl.gz"),
+    "cut.jsonl.gz": (gzip.compress(GOOD * 2, mtime=0)[:-3], "damaged file", "cut.jsonl.gz"),
     "latin.txt": (b"\xe9", "invalid UTF-8", "latin.txt"),
     "noise.parquet": (b"PAR1" + bytes(50), "damaged file", "noise.parquet"),
 }
@@ -496,7 +496,7 @@ def test_nul_bytes_are_text_and_documents_without_text_are_counted(tmp_path, pre
     "name, data",
     [
         ("a.jsonl", json_lines(["", ""])),
-        ("a.jsonl.gz", gzip.compress(b"")),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0)),
         ("a.jsonl.zst", b""),
         ("a.txt", b""),
     ],
