@@ -564,6 +564,12 @@ def test_the_same_command_mends_a_damaged_output(tmp_path, files, prepare):
             list(PreparedText(tmp_path / "out").documents(1))
         assert "is not whole any more" in accepted(prepare(asked))
         assert finished(tmp_path / "out") == whole
+    # Half a file, also where no index says that there was more.
+    pages = (shard / "pages.npy").read_bytes()
+    (shard / "pages.npy").write_bytes(pages[: len(pages) * 2 // 3])
+    (tmp_path / "out" / "index.json").unlink()
+    accepted(prepare(asked))
+    assert finished(tmp_path / "out") == whole
     for name in (shard.name, "tokenizer", "index.json"):
         path = tmp_path / "out" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -207,6 +208,7 @@ class _Reader:
         for entry in filter(_is_folder, _entries(files)):
             self._prepared(entry, key)
 
+    @functools.cache  # noqa: B019 (a reader lives as long as the reading)
     def _prepared(self, folder: str, key: str) -> PreparedText:
         if not os.path.exists(folder):
             raise UserError(_no_folder(folder, key))
