@@ -147,7 +147,8 @@ BAD_LINES = {
 MORE_BAD_LINES = [
     (b"[1]", "not an object with fields but a list"),
     (b'{"text": null}', "NoneType"),
-    (b'{"text": ' + b"[" * 100_000, "not valid JSON"),
+    (b'{"text": ' + b"[" * 100_000, "more than 300 levels"),
+    (b'{"text": "[[", "n": ' + b"[" * 300 + b"]" * 300 + b"}", "more than 300 levels"),
     pytest.param(
         b'{"text": "x", "n": ' + b"1" * 5000 + b"}",
         "not valid JSON",
@@ -173,6 +174,22 @@ def test_bad_line_is_named_by_file_and_number(tmp_path, line, detail):
     assert f"{file}, line 3: " in str(error.value)
     assert detail in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        json.dumps({"text": '[{"\\' * 1000})[1:-1],
+        '"text": "x", "n": [' + "[]," * 1000 + "0]",
+        '"text": "x", "n": ' + "[" * 299 + "]" * 299,
+    ],
+    ids=["in a string", "side by side", "299 levels"],
+)
+def test_brackets_alone_are_not_depth(tmp_path, more):
+    (tmp_path / "a.jsonl").write_text("{" + more + "}\n")
+    (tmp_path / "v.txt").write_text("validation")
+    split = load_corpus(data_config(tmp_path / "a.jsonl", validation_files=str(tmp_path / "v.txt")))
+    assert [document.name for document in split.train] == ["a.jsonl:1"]
 
 
 def test_txt_of_other_encoding_is_named(tmp_path):

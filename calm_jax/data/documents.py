@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -104,12 +105,30 @@ def _document(record: Any, name: str, reading: Reading) -> Document:
     )
 
 
+# Far from where the interpreter's stack ends: what else runs up there (callbacks of the garbage collector) would fail, too.
+_MOST_LEVELS = 300
+_STRINGS_AND_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+
+
+def _is_too_deep(line: bytes) -> bool:
+    if line.count(b"[") + line.count(b"{") <= _MOST_LEVELS:
+        return False
+    level = 0
+    for found in _STRINGS_AND_BRACKETS.finditer(line):
+        level += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
+        if level > _MOST_LEVELS:
+            return True
+    return False
+
+
 def _parse(line: bytes, name: str, reading: Reading) -> Document:
+    if _is_too_deep(line):
+        raise BadRecord("malformed JSON", f"more than {_MOST_LEVELS} levels of lists and objects")
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadRecord("invalid UTF-8", f"byte {error.start} is not valid UTF-8") from error
-    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
+    except ValueError as error:  # also a number of too many digits
         raise BadRecord("malformed JSON", f"not valid JSON ({error})") from error
     return _document(record, name, reading)
 
