@@ -17,8 +17,11 @@ fail() {
 
 # A command, as a shell reads it.
 quoted() {
-    local line
-    printf -v line ' %q' "$@"
+    local word line="" escape="'\\''"
+    for word in "$@"; do
+        [[ $word =~ ^[a-zA-Z0-9_./:=,@%+-]+$ ]] || word="'${word//\'/$escape}'"
+        line+=" $word"
+    done
     echo "${line# }"
 }
 

@@ -13,8 +13,10 @@
 # (some 60 core hours each), and 4 bytes a token on disk (1.2 TB each). Leave parts out with --parts=autoencoder,lm.
 # Killed and given again, it goes on where it was.
 set -euo pipefail
+# shellcheck source=launch/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-pile="" tokenizer="" validation="" output=prepared parts=autoencoder,lm,ar dry_run=0 rest=()
+pile="" tokenizer="" validation="" output=prepared parts=autoencoder,lm,ar rest=()
 for flag in "$@"; do
     case $flag in
         --pile=*) pile=${flag#*=} ;;
@@ -27,37 +29,24 @@ for flag in "$@"; do
     esac
 done
 if [[ -z $pile || -z $tokenizer || -z $validation ]]; then
-    echo "error: give --pile=DIR, --tokenizer=FILE and --validation=FILE" >&2
-    exit 2
+    fail "give --pile=DIR, --tokenizer=FILE and --validation=FILE"
 fi
 for part in ${parts//,/ }; do
     if [[ ! $part =~ ^(autoencoder|lm|ar)$ ]]; then
-        echo "error: --parts=$parts: '$part' is none of autoencoder, lm, ar" >&2
-        exit 2
+        fail "--parts=$parts: '$part' is none of autoencoder, lm, ar"
     fi
 done
 for file in "$tokenizer" "$validation"; do
     if [[ ! -f $file ]]; then
-        echo "error: there is no file $file" >&2
-        exit 2
+        fail "there is no file $file"
     fi
 done
 
-run() {
-    if ((dry_run)); then
-        echo "$*"
-    else
-        "$@"
-    fi
-}
-
 if ! head -n 1 "$validation" | grep -q '"text"'; then
-    echo "error: --validation=$validation: its first line has no field \"text\"" >&2
-    exit 2
+    fail "--validation=$validation: its first line has no field \"text\""
 fi
 if [[ $pile == *,* ]]; then
-    echo "error: --pile=$pile must have no comma in its name" >&2
-    exit 2
+    fail "--pile=$pile must have no comma in its name"
 fi
 first=0 last=29
 [[ $parts == autoencoder ]] && last=1
@@ -65,8 +54,7 @@ first=0 last=29
 if [[ $pile != *://* ]]; then
     for number in $(seq -f %02g $first $last); do
         if [[ ! -f $pile/$number.jsonl.zst ]]; then
-            echo "error: there is no $pile/$number.jsonl.zst" >&2
-            exit 2
+            fail "there is no $pile/$number.jsonl.zst"
         fi
     done
 fi
@@ -90,5 +78,5 @@ prepare lm "$pile/0[2-9].jsonl.zst,$pile/[12][0-9].jsonl.zst" --block_tokens=819
 prepare ar "$pile/[012][0-9].jsonl.zst" --block_tokens=2048 --noappend_eos
 
 if [[ $output != prepared ]]; then
-    echo "the recipes read prepared/: give them --config.data.train_files=$output/pile/lm and so on, or link it"
+    echo "the recipes read prepared/: give them --config.data.train_files=$output/pile/lm and so on, or link it" >&2
 fi

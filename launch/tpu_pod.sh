@@ -13,7 +13,8 @@
 # run starts launch/single_host.sh on every host and comes back; what it prints is in ~/calm_jax/run.log there. stop asks all to
 # save and to end. resume stays: it waits for the slice, sets it up, runs, and watches. A queued resource that is SUSPENDED
 # (preempted) or FAILED is deleted and created again, at most ten times in a row without becoming ACTIVE; hosts that came back from
-# a reboot are set going again. It ends with the run's status, or with 75 after stop. To end resume itself leaves the run alone.
+# a reboot are set going again. It ends with the run's status, or with 75 after stop. Ctrl-C ends resume and leaves the run alone;
+# given again, it watches what runs, and starts what does not.
 #
 # --mount=COMMAND runs on every host before the installation, and has to mount what all hosts share: the prepared text and the
 # workdir, as a preempted slice loses its disks. Filestore, for example:
@@ -90,16 +91,18 @@ state() {
 }
 
 setup() {
-    local folder=/tmp/calm_jax install
+    local folder=${TMPDIR:-/tmp} install failed=0
     ((dry_run)) || folder=$(mktemp -d)
     install="mkdir -p calm_jax && tar -xzf calm_jax.tar.gz -C calm_jax && cd calm_jax"
     install+=" && python3 -m pip install --quiet --user uv && python3 -m uv venv --quiet --allow-existing --python=3.12 .venv"
     install+=" && python3 -m uv pip install --quiet --python=.venv/bin/python -c constraints.txt -e '.[tpu]' && touch .venv/ready"
     [[ -z $mount ]] || install="( $mount ) && $install"
-    run git -C "$root" archive --format=tar.gz --output="$folder/calm_jax.tar.gz" HEAD
-    run gcloud compute tpus tpu-vm scp "$folder/calm_jax.tar.gz" "$name:" "${where[@]}" --worker=all
-    on_hosts all "$install"
+    # Chained, as `resume` calls this where a failure does not end the script.
+    run git -C "$root" archive --format=tar.gz --output="$folder/calm_jax.tar.gz" HEAD &&
+        run gcloud compute tpus tpu-vm scp "$folder/calm_jax.tar.gz" "$name:" "${where[@]}" --worker=all &&
+        on_hosts all "$install" || failed=1
     ((dry_run)) || rm -r "$folder"
+    return "$failed"
 }
 
 # A host's process notes its number and how it ends, and outlives the connection.
@@ -107,7 +110,7 @@ start() {
     # Not expanded here: a host's shell does.
     # shellcheck disable=SC2016
     local body='launch/single_host.sh "$@" >> run.log 2>&1 & echo $! > MARKS/pid; wait $!; echo $? > MARKS/status' begin
-    begin="if kill -0 \"\$(cat $marks/pid)\" 2>/dev/null; then echo 'it is running already' >&2; exit 1; fi"
+    begin="if kill -0 \"\$(cat $marks/pid 2>/dev/null)\" 2>/dev/null; then echo 'it is running already' >&2; exit 1; fi"
     begin+="; cd calm_jax && . .venv/bin/activate && mkdir -p $marks && rm -f $marks/*"
     begin+=" && (nohup $(quoted bash -c "${body//MARKS/$marks}" calm_jax --distributed=on "${flags[@]}") > /dev/null 2>&1 < /dev/null &)"
     on_hosts all "$begin"
@@ -116,7 +119,7 @@ start() {
 # A line from each host: calm_jax:absent, idle, running, stopped or the status that its run ended with.
 ask() {
     local question="test -e calm_jax/.venv/ready || { echo calm_jax:absent; exit; }; cd $marks 2>/dev/null || { echo calm_jax:idle; exit; }"
-    question+="; if kill -0 \"\$(cat pid)\" 2>/dev/null; then echo calm_jax:running; elif test -e stopped; then echo calm_jax:stopped"
+    question+="; if kill -0 \"\$(cat pid 2>/dev/null)\" 2>/dev/null; then echo calm_jax:running; elif test -e stopped; then echo calm_jax:stopped"
     question+="; elif test -e status; then echo calm_jax:\$(cat status); else echo calm_jax:idle; fi"
     on_hosts all "$question"
 }
@@ -126,28 +129,34 @@ stop() {
 }
 
 # One look at an ACTIVE slice: sets going what does not run, and ends the script when the run has ended.
+begun=0
 look() {
     local hosts word worst=0
     # A host that does not answer is booting, or about to be taken away.
     hosts=$(ask | grep -o 'calm_jax:[a-z0-9]*') || return 0
-    # Those that lost a host end by themselves; until then there is nothing to do.
-    [[ $hosts != *running* ]] || return 0
-    if [[ $hosts == *absent* ]]; then
-        setup && start || echo "launch: not yet" >&2
+    if [[ $hosts == *running* ]]; then
+        # Also one that another call has started. Where a host is missing the others end by themselves.
+        begun=1
+    elif [[ $hosts == *absent* ]]; then
+        setup && begin
+    elif ((!begun)) || [[ $hosts == *idle* ]]; then
+        begin
     elif [[ $hosts == *stopped* ]]; then
         exit 75
-    elif [[ $hosts == *idle* ]]; then
-        start || echo "launch: not yet" >&2
     else
         for word in $hosts; do
             word=${word#*:}
-            # That a run was asked to stop is the cause, what it did to others is not.
-            ((word == 75)) && worst=75 && break
             ((word == 0)) || worst=$word
+            # That a run was asked to stop is the cause; what became of the others follows from it.
+            ((word != 75)) || break
         done
         ((worst == 75)) || exit "$worst"
-        start || echo "launch: not yet" >&2
+        begin
     fi
+}
+
+begin() {
+    start && begun=1
 }
 
 resume() {
@@ -160,12 +169,15 @@ resume() {
         case $now in
             ACTIVE)
                 failures=0
-                look
+                look || echo "launch: not yet, trying again" >&2
                 ;;
             SUSPENDED | FAILED | "")
                 failures=$((failures + 1))
-                ((failures <= most_failures)) || { echo "error: $name did not become ACTIVE $most_failures times" >&2 && exit 1; }
-                { [[ -z $now ]] || delete; } && create || echo "launch: not yet" >&2
+                if ((failures > most_failures)); then
+                    echo "error: $name did not become ACTIVE $most_failures times" >&2
+                    exit 1
+                fi
+                { [[ -z $now ]] || delete; } && create || echo "launch: not yet, trying again" >&2
                 ;;
         esac
         sleep "$poll"

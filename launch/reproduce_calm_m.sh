@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# The paper's headline result: CALM-M (371.7M parameters, published BrierLM 5.72) from the raw text to its score and samples.
+#
+#   launch/reproduce_calm_m.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.json [--workdir=runs/calm_m]
+#       [--prepared=prepared] [--steps=prepare,autoencoder,lm,evaluate,samples] [--launcher=COMMAND] [--dry_run] [--config.KEY=VALUE ...]
+#
+#   prepare      the Pile as tokens (launch/prepare_pile.sh, which says what the three files are)     PREPARED/pile, PREPARED/wikitext.jsonl
+#   autoencoder  30,000 steps                                                                       WORKDIR/autoencoder
+#   lm           CALM-M, 250,000 steps                                                              WORKDIR/lm, results.json
+#   evaluate     BrierLM as published and at equal context                                          WORKDIR/evaluations.jsonl
+#   samples      four prompts at temperature 0.5                                                    WORKDIR/headline_samples.jsonl
+#
+# Given again after anything, it goes on where it was: each step does what is left of it, and nothing where it has finished.
+# A step that is named in --steps and has finished scores or samples again when its file is deleted. SIGTERM and Ctrl-C reach what
+# runs; this script then ends with its status, 75 where something was saved.
+#
+# It trains on the devices of this host. --launcher=COMMAND has other devices do autoencoder, lm and evaluate: one of the scripts
+# beside it with its own flags, to which those of calm_jax.main are added, and which comes back when the run has ended:
+#   --launcher='launch/tpu_pod.sh resume --name=calm --zone=ZONE --accelerator=v5litepod-256 --runtime=v2-alpha-tpuv5-lite --spot'
+#   --launcher='sbatch --wait --nodes=4 launch/slurm_gpu.sh'   # ends at a requeue: give the command again once the job has ended
+# Text and workdir must then have one name here and there, on a file system that all see (--prepared=/mnt/calm/prepared
+# --workdir=/mnt/calm/runs/calm_m). samples always run here.
+# On fewer than 8 H100, or other devices, the batch of 2M tokens may not fit: --config.lm.training.accumulation_steps=N.
+#
+# Needs: calm_jax with the extras data and cuda or tpu; 350 GB of the Pile, 1.2 TB for its tokens, 15 GB for checkpoints.
+# Costs: preparing 60 core hours. Training 3.47e20 FLOPs (calm_jax/flops.py): 6.72e18 for the autoencoder, 3.41e20 for CALM-M. At
+# an MFU of 40 %, an assumption: 244 H100 hours (31 hours on 8), 773 A100 hours, 1224 v5e, 525 v5p or 263 v6e chip hours.
+# Device hours x your price. Nobody has run it to its end; its steps are tested on stand-ins.
+set -euo pipefail
+# shellcheck source=launch/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+every_step=prepare,autoencoder,lm,evaluate,samples
+pile="" tokenizer="" validation="" workdir=runs/calm_m prepared=prepared steps=$every_step launcher=launch/single_host.sh flags=()
+for flag in "$@"; do
+    case $flag in
+        --pile=*) pile=${flag#*=} ;;
+        --tokenizer=*) tokenizer=${flag#*=} ;;
+        --validation=*) validation=${flag#*=} ;;
+        --workdir=*) workdir=${flag#*=} ;;
+        --prepared=*) prepared=${flag#*=} ;;
+        --steps=*) steps=${flag#*=} ;;
+        --launcher=*) launcher=${flag#*=} ;;
+        --dry_run) dry_run=1 ;;
+        --config.*=*) flags+=("$flag") ;;
+        *) fail "$flag is no flag of this script; keys of the recipe are --config.KEY=VALUE" ;;
+    esac
+done
+for step in ${steps//,/ }; do
+    [[ ,$every_step, == *,$step,* ]] || fail "--steps=$steps: '$step' is none of $every_step"
+done
+[[ -n ${steps//,/} ]] || fail "--steps= names none of $every_step"
+has() { [[ ,$steps, == *,$1,* ]]; }
+if has prepare && [[ -z $pile || -z $tokenizer || -z $validation ]]; then
+    fail "give --pile=DIR, --tokenizer=FILE and --validation=FILE, or leave prepare out of --steps"
+fi
+[[ -n $workdir && -n $prepared && -n ${launcher// /} ]] || fail "--workdir, --prepared and --launcher must not be empty"
+read -ra launch <<< "$launcher"
+# Relative to where this script was called; it works in the checkout.
+absolute() {
+    case $1 in
+        /* | *://*) echo "$1" ;;
+        *) echo "$PWD/$1" ;;
+    esac
+}
+pile=$(absolute "$pile") tokenizer=$(absolute "$tokenizer") validation=$(absolute "$validation")
+workdir=$(absolute "$workdir") prepared=$(absolute "$prepared")
+
+# One step; what does not end well ends this script.
+step() {
+    local name=$1
+    shift
+    attend "$@"
+    if ((status)); then
+        ((dry_run)) || echo "launch: the step $name ended with status $status; given again, this command goes on there" >&2
+        exit "$status"
+    fi
+}
+
+train() {
+    step "$1" "${launch[@]}" --config=configs/calm_m.py --workdir="$workdir" --config.stage="$1" \
+        --config.data.train_files="$prepared/pile/lm" --config.data.autoencoder_files="$prepared/pile/autoencoder" \
+        --config.data.validation_files="$prepared/wikitext.jsonl" ${flags[@]+"${flags[@]}"}
+}
+
+enter_root
+if has prepare; then
+    preparing=(launch/prepare_pile.sh --pile="$pile" --tokenizer="$tokenizer" --validation="$validation")
+    preparing+=(--output="$prepared" "--parts=autoencoder,lm")
+    if ((dry_run)); then
+        "${preparing[@]}" --dry_run
+    else
+        step prepare "${preparing[@]}"
+    fi
+fi
+if has autoencoder; then train autoencoder; fi
+if has lm; then train lm; fi
+if has evaluate && [[ ! -s $workdir/evaluations.jsonl ]]; then
+    step evaluate "${launch[@]}" --mode=eval --config="configs/workdir.py:$workdir" --workdir="$workdir"
+fi
+if has samples && [[ ! -s $workdir/headline_samples.jsonl ]]; then
+    step samples python -m calm_jax.generate --workdir="$workdir" --output="$workdir/headline_samples.jsonl" \
+        --temperature=0.5 --max_tokens=128 --prompt="The " --prompt="In the year " --prompt="The capital of France is" \
+        --prompt="Once upon a time"
+fi
