@@ -77,6 +77,6 @@ prepare autoencoder "$pile/0[01].jsonl.zst" --block_tokens=2048 --append_eos --a
 prepare lm "$pile/0[2-9].jsonl.zst,$pile/[12][0-9].jsonl.zst" --block_tokens=8192 --noappend_eos
 prepare ar "$pile/[012][0-9].jsonl.zst" --block_tokens=2048 --noappend_eos
 
-if [[ $output != prepared ]]; then
+if [[ $output != prepared ]] && ((!dry_run)); then
     echo "the recipes read prepared/: give them --config.data.train_files=$output/pile/lm and so on, or link it" >&2
 fi

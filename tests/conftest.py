@@ -1,5 +1,6 @@
 """Shared set-up: CPU, the persistent compilation cache, and tiny recipes."""
 
+import json
 import os
 import pathlib
 
@@ -19,3 +20,14 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 def golden() -> pathlib.Path:
     """The folder of the published code's recorded numbers."""
     return GOLDEN
+
+
+@pytest.fixture
+def pile_folder(tmp_path) -> pathlib.Path:
+    """What launch/prepare_pile.sh looks for."""
+    (tmp_path / "pile").mkdir()
+    for number in range(30):
+        (tmp_path / "pile" / f"{number:02}.jsonl.zst").touch()
+    (tmp_path / "wikitext.json").write_text(json.dumps({"text": "a text"}) + "\n")
+    (tmp_path / "tokenizer.model").touch()
+    return tmp_path

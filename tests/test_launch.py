@@ -1,95 +1,230 @@
-"""The scripts of launch/: what they would do, and what they refuse."""
+"""The scripts of launch/: what they would do, what they refuse, and what they say of themselves."""
 
-import json
+import ast
+import itertools
 import pathlib
+import re
 import shlex
+import shutil
 import subprocess
+import sys
 
 import pytest
 
+from calm_jax import flops
+from calm_jax.accelerators import ACCELERATORS
 from calm_jax.config import resolve
-from configs import ar_m, calm_m
+from configs import calm_m
+from tests.test_readme import has_key
 from tests.test_recipe import ROOT
 
-SCRIPT = ROOT / "launch" / "prepare_pile.sh"
+FOLDER = ROOT / "launch"
+RECIPE = "--config=configs/calm_m.py"
+# Flags of calm_jax.main for more than one process.
+PROCESSES = {"distributed", "coordinator", "num_processes", "process_id"}
+ON_PODS = (RECIPE, "--workdir=/mnt/calm/runs/m", "--config.data.train_files=/mnt/a 'b'/*")
+POD = ("--name=calm", "--zone=z", "--project=p")
+SLICE = ("--accelerator=v5litepod-256", "--runtime=v2-alpha-tpuv5-lite", "--spot")
+CLUSTER = ("--cluster=c", "--zone=z", "--project=p")
+# Every script and sub-command, as a dry run takes it.
+DRY_RUNS = {
+    "single_host.sh": ("single_host.sh", RECIPE, "--config.data.train_files=a 'b'/*"),
+    "slurm_gpu.sh": ("slurm_gpu.sh", RECIPE, "--workdir=runs/m"),
+    "create": ("tpu_pod.sh", "create", *POD, *SLICE),
+    "setup": ("tpu_pod.sh", "setup", *POD, "--mount=sudo mount -t nfs 10.0.0.2:/a '/mnt/calm'"),
+    "run": ("tpu_pod.sh", "run", *POD, *ON_PODS),
+    "resume": ("tpu_pod.sh", "resume", *POD, *SLICE, *ON_PODS),
+    "status": ("tpu_pod.sh", "status", *POD),
+    "logs": ("tpu_pod.sh", "logs", *POD, "--worker=3"),
+    "stop": ("tpu_pod.sh", "stop", *POD),
+    "delete": ("tpu_pod.sh", "delete", *POD),
+    "gke create": ("gke_xpk.sh", "create", *CLUSTER, "--workload=w", "--tpu_type=t", *ON_PODS),
+    "gke list": ("gke_xpk.sh", "list", *CLUSTER),
+    "gke delete": ("gke_xpk.sh", "delete", *CLUSTER, "--workload=w"),
+    "reproduce": (
+        "reproduce_calm_m.sh",
+        "--pile=pile",
+        "--tokenizer=tokenizer.model",
+        "--validation=wikitext.json",
+        "--workdir=runs/m",
+    ),
+}
 
 
-@pytest.fixture
-def folder(tmp_path) -> pathlib.Path:
-    (tmp_path / "pile").mkdir()
-    for number in range(30):
-        (tmp_path / "pile" / f"{number:02}.jsonl.zst").touch()
-    (tmp_path / "wikitext.json").write_text(json.dumps({"text": "a text"}) + "\n")
-    (tmp_path / "tokenizer.model").touch()
-    return tmp_path
+def launch(folder: pathlib.Path, script: str, *flags: str) -> subprocess.CompletedProcess:
+    """In `folder`, with nothing on PATH but what every machine has."""
+    return subprocess.run(
+        ["bash", str(FOLDER / script), *flags],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
-def launch(folder, *flags: str) -> subprocess.CompletedProcess:
-    given = ["--pile=pile", "--tokenizer=tokenizer.model", "--validation=wikitext.json"]
-    command = ["bash", str(SCRIPT), *given, *flags]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+def commands_of(text: str) -> list[list[str]]:
+    """What a dry run prints, with the commands inside of --command= of hosts and pods."""
+    found = []
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        found.append(words)
+        for word in words:
+            # A host's shell runs launch/single_host.sh in a shell of its own.
+            if word.startswith("--command="):
+                inner = shlex.shlex(
+                    word.removeprefix("--command="), posix=True, punctuation_chars=True
+                )
+                inner.whitespace_split, inner.commenters = True, ""
+                found.append(list(inner))
+    return [words for words in found if words]
 
 
-def test_a_dry_run_says_what_would_be_done_and_does_nothing(folder):
-    before = sorted(folder.rglob("*"))
-    result = launch(folder, "--dry_run", "--workers=3")
-    assert result.returncode == 0, result.stderr
-    assert sorted(folder.rglob("*")) == before
-    commands = [shlex.split(line) for line in result.stdout.splitlines()]
-    prepared = [
-        dict(arg[2:].partition("=")[::2] for arg in c[3:]) for c in commands if c[0] == "python"
-    ]
-    assert [flags["output"] for flags in prepared] == [
-        f"prepared/pile/{part}" for part in ("autoencoder", "lm", "ar")
-    ]
-    assert all(flags["workers"] == "3" and flags["max_words"] == "10000" for flags in prepared)
-    files = [
-        [number for glob in flags["input"].split(",") for number in sorted((folder).glob(glob))]
-        for flags in prepared
-    ]
-    assert [len(found) for found in files] == [2, 28, 30]
-
-
-def test_its_options_are_those_that_the_recipes_ask_for(folder):
-    """The folders' names, and what stands around documents."""
-    lines = [shlex.split(line) for line in launch(folder, "--dry_run").stdout.splitlines()]
-    flags = {}
-    for line in (line for line in lines if line[0] == "python"):
-        (output,) = (arg for arg in line if arg.startswith("--output="))
-        flags[output.rpartition("/")[2]] = line
-    calm, ar = resolve(calm_m.get_config()), resolve(ar_m.get_config())
-    asked = {
-        "autoencoder": (calm.autoencoder.data, calm.data.autoencoder_files),
-        "lm": (calm.lm.data, calm.data.train_files),
-        "ar": (ar.lm.data, ar.data.train_files),
+def defined_flags(module: str) -> set[str]:
+    """Names of a command's flags; two commands of one process would define some of them twice."""
+    tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return {
+        call.args[0].value
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr.startswith("DEFINE_")
     }
-    for name, (data, files) in asked.items():
-        assert files == f"prepared/pile/{name}"
-        assert data.packing == "published" and "--packing=published" in flags[name]
-        assert f"--block_tokens={data.block_tokens}" in flags[name]
-        assert ("--append_eos" if data.append_eos else "--noappend_eos") in flags[name]
-        assert ("--align_documents_to_chunks" in flags[name]) == data.align_documents_to_chunks
-    assert calm.data.validation_files == ar.data.validation_files == "prepared/wikitext.jsonl"
 
 
-@pytest.mark.parametrize(
-    "flag, message",
-    [
-        ("--pile=", "give --pile=DIR"),
-        ("--pile=nowhere", "there is no nowhere/00.jsonl.zst"),
-        ("--parts=lm,all", "'all' is none of autoencoder, lm, ar"),
-        ("--tokenizer=none.model", "there is no file none.model"),
-        ("--validation=tokenizer.model", "its first line has no field"),
-    ],
-)
-def test_what_is_missing_is_said_before_anything_is_done(folder, flag, message):
-    result = launch(folder, flag)
+def flags_of(words: list[str]) -> tuple[str, list[str]] | None:
+    """The module that a command line runs, and its flags."""
+    if "nohup" in words:
+        # nohup bash -c TEXT NAME FLAGS, on a host of a pod.
+        rest = words[words.index("nohup") + 5 :]
+        return "calm_jax.main", list(itertools.takewhile(lambda word: word.startswith("--"), rest))
+    if words[0] == "launch/single_host.sh":
+        return "calm_jax.main", words[1:]
+    if "python" not in words:
+        return None
+    at = words.index("python")
+    assert words[at + 1] == "-m"
+    return words[at + 2], words[at + 3 :]
+
+
+@pytest.mark.parametrize("case", DRY_RUNS)
+def test_a_dry_run_prints_commands_that_the_package_has_and_does_nothing(case, pile_folder):
+    before = sorted(pile_folder.rglob("*"))
+    result = launch(pile_folder, *DRY_RUNS[case], "--dry_run")
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert sorted(pile_folder.rglob("*")) == before
+    commands = commands_of(result.stdout)
+    assert commands
+    asked = [found for found in map(flags_of, commands) if found]
+    # Those that only talk to a cloud run nothing of the package.
+    alone = {"create", "setup", "status", "logs", "stop", "delete", "gke list", "gke delete"}
+    assert bool(asked) == (case not in alone)
+    keys = calm_m.get_config()
+    for module, flags in asked:
+        known = defined_flags(module)
+        for flag in flags:
+            name, _, value = flag.removeprefix("--").partition("=")
+            assert flag.startswith("--"), flag
+            if name.startswith("config."):
+                assert has_key(keys, name.removeprefix("config.")), flag
+            elif name.removeprefix("no") not in known:
+                # The command line of calm_jax.data.prepare is made of a config's fields.
+                assert module == "calm_jax.data.prepare" or name in PROCESSES, flag
+            if name == "config":
+                assert (ROOT / value.partition(":")[0]).is_file()
+
+
+def test_a_dry_run_keeps_what_a_shell_would_change(tmp_path):
+    for case in ("single_host.sh", "run", "gke create"):
+        result = launch(tmp_path, *DRY_RUNS[case], "--dry_run")
+        found = [flags_of(words) for words in commands_of(result.stdout)]
+        (flags,) = [flags for _, flags in filter(None, found)]
+        assert DRY_RUNS[case][-1] in flags
+
+
+WRONG = [
+    (("single_host.sh",), "give a recipe: --config=configs/calm_m.py"),
+    (("single_host.sh", "--config=configs/calm_s.py"), "there is no file configs/calm_s.py"),
+    (("slurm_gpu.sh", "--workdir=a"), "give a recipe"),
+    (("slurm_gpu.sh", RECIPE), "this is no Slurm job: give sbatch"),
+    (("tpu_pod.sh",), "'' is none of create, setup"),
+    (("tpu_pod.sh", "destroy", *POD), "'destroy' is none of create, setup"),
+    (("tpu_pod.sh", "delete", "--name=calm"), "give --name=NAME and --zone=ZONE"),
+    (("tpu_pod.sh", "create", *POD), "give --accelerator=TYPE and --runtime=VERSION"),
+    (("tpu_pod.sh", "run", *POD), "give a recipe"),
+    (("tpu_pod.sh", "run", *POD, RECIPE, "--workdir=runs/m"), "give --workdir=DIR, absolute"),
+    (("tpu_pod.sh", "stop", *POD, "--force"), "stop takes no --force"),
+    (("tpu_pod.sh", "resume", *POD, *SLICE, *ON_PODS, "--poll=often"), "--poll=often"),
+    (("gke_xpk.sh", "make"), "'make' is none of create, list, delete"),
+    (("gke_xpk.sh", "list", "--cluster=c"), "give --cluster=NAME and --zone=ZONE"),
+    (("gke_xpk.sh", "delete", *CLUSTER), "give --workload=NAME"),
+    (("gke_xpk.sh", "create", *CLUSTER, "--workload=w", *ON_PODS), "give --tpu_type=TYPE"),
+    (
+        (
+            "gke_xpk.sh",
+            "create",
+            *CLUSTER,
+            "--workload=w",
+            "--tpu_type=t",
+            "--num_slices=0",
+            RECIPE,
+        ),
+        "--num_slices=0 must be a positive whole number",
+    ),
+    (("reproduce_calm_m.sh",), "give --pile=DIR, --tokenizer=FILE and --validation=FILE"),
+    (("reproduce_calm_m.sh", "--steps=lm,score"), "'score' is none of prepare,autoencoder,lm"),
+    (("reproduce_calm_m.sh", "--steps="), "--steps= names none of prepare"),
+    (("reproduce_calm_m.sh", "--steps=lm", "--epochs=2"), "--epochs=2 is no flag of this script"),
+]
+
+
+@pytest.mark.parametrize("call, message", WRONG)
+def test_what_is_wrong_is_one_line_and_nothing_is_done(call, message, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    result = launch(tmp_path, *call)
     assert result.returncode == 2 and result.stderr.startswith("error: ")
-    assert message in result.stderr and result.stderr.count("\n") == 1
-    assert not (folder / "prepared").exists()
+    assert message in result.stderr and result.stderr.count("\n") == 1 and not result.stdout
+    assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_file_of_the_pile_that_is_missing_is_named(folder):
-    (folder / "pile" / "07.jsonl.zst").unlink()
-    assert "there is no pile/07.jsonl.zst" in launch(folder, "--dry_run").stderr
-    assert launch(folder, "--dry_run", "--parts=autoencoder").returncode == 0
+def test_headers_say_what_it_needs_and_costs():
+    """The figures are those of calm_jax.flops, at 40 % of what the devices can do."""
+    config, vocab_size = resolve(calm_m.get_config()), 128_257
+    stages = {"autoencoder": config.autoencoder, "lm": config.lm}
+    total = 0.0
+    for name, stage in stages.items():
+        tokens = stage.training.num_steps * stage.training.batch_size * stage.data.block_tokens
+        total += tokens * flops.training(config, name, vocab_size)
+    kinds = {
+        "H100": "NVIDIA H100",
+        "A100": "NVIDIA A100",
+        "v5e": "TPU v5 lite",
+        "v5p": "TPU v5",
+        "v6e": "TPU v6 lite",
+    }
+    for path in sorted(set(FOLDER.glob("*.sh")) - {FOLDER / "common.sh"}):
+        header = path.read_text().partition("set -euo pipefail")[0]
+        text = " ".join(header.replace("\n#", " ").split())
+        assert " Needs: " in text and " Costs: " in text
+        if path.name == "prepare_pile.sh":
+            continue
+        assert f"{total:.3g} FLOPs".replace("e+", "e") in text
+        for name, kind in kinds.items():
+            hours = total / (0.4 * ACCELERATORS[kind].flops) / 3600
+            assert name not in text or f"{hours:.0f} {name}" in text, (path.name, name, hours)
+
+
+def test_shellcheck_has_nothing_to_say():
+    program = shutil.which(
+        "shellcheck", path=f"{pathlib.Path(sys.executable).parent}:/usr/bin:/usr/local/bin"
+    )
+    if program is None:
+        pytest.skip("there is no shellcheck here: pip install -e '.[test]'")
+    scripts = sorted(map(str, FOLDER.glob("*.sh")))
+    result = subprocess.run(
+        [program, *scripts], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout
+    for script in scripts:
+        disabled = re.findall(r"disable=(\w+)", pathlib.Path(script).read_text())
+        # SC2016 is about text for another shell, and says so.
+        assert set(disabled) <= {"SC2016"}, script
