@@ -31,3 +31,12 @@ def pile_folder(tmp_path) -> pathlib.Path:
     (tmp_path / "wikitext.json").write_text(json.dumps({"text": "a text"}) + "\n")
     (tmp_path / "tokenizer.model").touch()
     return tmp_path
+
+
+@pytest.fixture
+def stubs(tmp_path):
+    """Stand-ins for the commands that a script of launch/ calls."""
+    from tests.stubs import Stubs
+
+    (tmp_path / "stubs").mkdir()
+    return Stubs(tmp_path / "stubs")

@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import os
 import pathlib
 import re
 import shlex
@@ -15,17 +16,12 @@ from calm_jax import flops
 from calm_jax.accelerators import ACCELERATORS
 from calm_jax.config import resolve
 from configs import calm_m
+from tests.stubs import CLUSTER, FOLDER, ON_PODS, POD, RECIPE, SLICE
 from tests.test_readme import has_key
 from tests.test_recipe import ROOT
 
-FOLDER = ROOT / "launch"
-RECIPE = "--config=configs/calm_m.py"
 # Flags of calm_jax.main for more than one process.
 PROCESSES = {"distributed", "coordinator", "num_processes", "process_id"}
-ON_PODS = (RECIPE, "--workdir=/mnt/calm/runs/m", "--config.data.train_files=/mnt/a 'b'/*")
-POD = ("--name=calm", "--zone=z", "--project=p")
-SLICE = ("--accelerator=v5litepod-256", "--runtime=v2-alpha-tpuv5-lite", "--spot")
-CLUSTER = ("--cluster=c", "--zone=z", "--project=p")
 # Every script and sub-command, as a dry run takes it.
 DRY_RUNS = {
     "single_host.sh": ("single_host.sh", RECIPE, "--config.data.train_files=a 'b'/*"),
@@ -214,9 +210,9 @@ def test_headers_say_what_it_needs_and_costs():
 
 
 def test_shellcheck_has_nothing_to_say():
-    program = shutil.which(
-        "shellcheck", path=f"{pathlib.Path(sys.executable).parent}:/usr/bin:/usr/local/bin"
-    )
+    # Beside the tests' own python, active or not.
+    places = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    program = shutil.which("shellcheck", path=places)
     if program is None:
         pytest.skip("there is no shellcheck here: pip install -e '.[test]'")
     scripts = sorted(map(str, FOLDER.glob("*.sh")))
