@@ -57,7 +57,9 @@ class Stubs:
     def named(self, name: str) -> list[list[str]]:
         return [call[1:] for call in self.calls() if call[0] == name]
 
-    def start(self, script: str, *flags: str, **environment: str) -> subprocess.Popen:
+    def start(
+        self, script: str, *flags: str, new_session: bool = False, **environment: str
+    ) -> subprocess.Popen:
         return subprocess.Popen(
             ["bash", str(FOLDER / script), *flags],
             cwd=self.folder,
@@ -65,6 +67,7 @@ class Stubs:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=new_session,
         )
 
     def run(self, script: str, *flags: str, **environment: str) -> tuple[int, str]:

@@ -1,6 +1,8 @@
 """The scripts of launch/ on hosts and clusters, with stand-ins for what they call: what status 75 and SIGTERM do."""
 
+import os
 import signal
+import sys
 
 import pytest
 
@@ -29,6 +31,33 @@ def test_a_signal_to_the_script_reaches_the_run_once_and_ends_both(number, stubs
     process.communicate(timeout=60)
     assert process.returncode == 75
     assert [call[0] for call in stubs.calls()] == ["python", "saved"]
+
+
+# What calm_jax.main does: it handles both signals, and a second one ends it before it has saved.
+HANDLES_BOTH = """
+import os, signal, time
+
+folder, seen = os.environ["STUBS"], []
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: seen.append(number))
+with open(f"{folder}/pid", "w") as file:
+    file.write("here")
+while not seen:
+    time.sleep(0.02)
+time.sleep(0.2)
+raise SystemExit(75 if len(seen) == 1 else 1)
+"""
+
+
+def test_a_terminals_ctrl_c_reaches_the_run_once(stubs):
+    """It goes to all processes of the terminal's foreground at once."""
+    (stubs.folder / "main.py").write_text(HANDLES_BOTH)
+    stubs.add("python", f'exec {sys.executable} "$STUBS/main.py"')
+    process = stubs.start("single_host.sh", RECIPE, new_session=True)
+    wait_for(stubs.folder / "pid")
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
 
 
 def test_a_signal_reaches_the_run_through_the_script_of_all_steps(stubs):
