@@ -5,6 +5,8 @@
 dry_run=0
 # Set by SIGTERM, Ctrl-C or a hang-up.
 stopped=0
+# The process that `attend` waits for.
+child=""
 # How the last command of `attend` ended.
 status=0
 # The checkout, which recipes are named relative to.
@@ -67,12 +69,13 @@ attend() {
         run "$@"
         return
     fi
-    local child="" waiting=1
+    local waiting=1
+    # They stay: between two commands, too, a signal must not be lost.
     trap 'stopped=1 waiting=1; [[ -z $child ]] || stop_child "$child"' TERM INT HUP
     # In a process group of its own: a terminal's Ctrl-C would reach it beside the SIGTERM, and a second signal ends a run
-    # before it has saved.
+    # before it has saved. Such a process would be stopped when it reads from the terminal, as ssh does.
     set -m
-    "$@" &
+    "$@" < /dev/null &
     child=$!
     set +m
     # The signal came before there was anything to pass it on to.
@@ -82,7 +85,7 @@ attend() {
         waiting=0 status=0
         wait "$child" || status=$?
     done
-    trap - TERM INT HUP
+    child=""
 }
 
 # `attend` again and again while the command ends with status 75: it was asked to stop, has saved, and can go on.
