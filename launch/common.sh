@@ -19,9 +19,9 @@ fail() {
 
 # A command, as a shell reads it.
 quoted() {
-    local word line="" escape="'\\''"
+    local word line="" quote="'" escape="'\\''"
     for word in "$@"; do
-        [[ $word =~ ^[a-zA-Z0-9_./:=,@%+-]+$ ]] || word="'${word//\'/$escape}'"
+        [[ $word =~ ^[a-zA-Z0-9_./:=,@%+-]+$ ]] || word="'${word//$quote/$escape}'"
         line+=" $word"
     done
     echo "${line# }"

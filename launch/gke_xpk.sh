@@ -18,13 +18,12 @@
 #
 # Needs: xpk (pip install xpk), gcloud, kubectl and docker, logged in; a cluster:
 #   xpk cluster create --cluster=NAME --zone=ZONE --tpu-type=v5litepod-256 --num-slices=1 --spot --enable-gcpfilestore-csi-driver
-# and a file system that all pods see, for the prepared text (1.2 TB for CALM's) and the workdir:
-#   xpk storage attach NAME --type=gcpfilestore --cluster=NAME --zone=ZONE --mount-point=/mnt/calm --readonly=false \
-#       --auto-mount=false --vol=VOLUME --size=GIGABYTES --tier=BASIC_SSD --access_mode=ReadWriteMany
+# and a file system that all pods see, for the prepared text (1.2 TB for CALM's) and the workdir: a storage that the cluster knows, by
+# xpk storage create or attach, with a mount point and not read-only (docs/usage/storage.md of xpk).
 # Costs: chip hours x your price, for as long as the cluster has its nodes: delete it. CALM-M with its autoencoder is 3.47e20 FLOPs
 # (calm_jax/flops.py): 1224 v5e, 525 v5p or 263 v6e chip hours at an MFU of 40 %, an assumption; 4.8 hours on 256 v5e.
-# Tested by dry runs and with a stand-in for xpk; flags as in the sources of xpk 0.8 and later (github.com/AI-Hypercomputer/xpk).
-# Never run against a cloud.
+# Tested by dry runs and with a stand-in for xpk; flags as in the sources of xpk of October 2025 (github.com/AI-Hypercomputer/
+# xpk). Never run against a cloud.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -16,9 +16,12 @@ RESUME = ("tpu_pod.sh", "resume", *POD, *SLICE, *ON_PODS, "--poll=1")
 # The look at the hosts prints what it is told; everything else works.
 CLOUD = """
 case "$*" in
-    *"queued-resources list"*) next states ;;
-    *"echo calm_jax:absent"*) for word in $(next hosts); do echo "calm_jax:$word"; done ;;
+    *"queued-resources list"*) answer=$(next states) ;;
+    *"echo calm_jax:absent"*) answer=$(next hosts | sed "s/[^ ]* */calm_jax:&\\n/g") ;;
+    *" scp "*) answer=$(next copies) ;;
 esac
+[[ $answer != *fails* ]] || exit 1
+echo "$answer"
 """
 
 
@@ -39,11 +42,14 @@ def told(call: list[str]) -> str:
     raise AssertionError(text)
 
 
-def resume(stubs: Stubs, states: list[str], hosts: list[str]) -> tuple[int, list[str]]:
+def resume(
+    stubs: Stubs, states: list[str], hosts: list[str], copies: tuple[str, ...] = ("",)
+) -> tuple[int, list[str]]:
     stubs.add("gcloud", CLOUD)
     stubs.add("sleep", "")
     stubs.answers("states", *states)
     stubs.answers("hosts", *hosts)
+    stubs.answers("copies", *copies)
     status, err = stubs.run(*RESUME)
     assert status == 0 or "error: " not in err or "did not become ACTIVE" in err
     asked = [told(call) for call in stubs.named("gcloud")]
@@ -83,6 +89,13 @@ def test_a_slice_is_got_again_after_each_preemption(stubs):
 def test_what_hosts_say_decides_what_is_done(hosts, status, runs, stubs):
     ended, asked = resume(stubs, ["ACTIVE"], hosts)
     assert (ended, asked) == (status, ["run"] * runs)
+
+
+def test_what_gets_no_answer_is_tried_again(stubs):
+    states = ["fails", "ACTIVE", "fails", "ACTIVE"]
+    hosts = ["fails", "absent", "absent", "fails", "0"]
+    status, asked = resume(stubs, states, hosts, copies=("fails", ""))
+    assert status == 0 and asked == ["copy", *SET_UP]
 
 
 def test_a_request_that_fails_again_and_again_ends(stubs):
