@@ -62,7 +62,8 @@ class Checkpointer:
             _ABOUT: ocp.args.JsonSave(about),
         }
         try:
-            self._manager.save(step, args=ocp.args.Composite(**items))
+            # Unasked: Orbax would poll the runtime for preemption under numbers of its own, and processes would miss theirs.
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         except (OSError, ValueError, RuntimeError) as error:
             raise _cannot_write(self.folder, error) from error
 

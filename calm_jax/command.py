@@ -9,6 +9,7 @@ from collections.abc import Callable
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from calm_jax import processes
 from calm_jax.errors import Interrupted, UserError, nearest
 from calm_jax.interrupt import EndOnSignal
 
@@ -76,17 +77,19 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
         # A terminal that lacks a character shows its number.
         sys.stdout.reconfigure(errors="backslashreplace")
         try:
-            with EndOnSignal():
+            with EndOnSignal(), processes.ending_on_failure():
                 status = main(argv) or 0
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            if processes.is_first():
+                print(f"error: {error}", file=sys.stderr)
             status = 2
         except BrokenPipeError:
             # Whoever read the output has had enough, as `head` has; nothing more may be written at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             status = 0
         except Interrupted as interruption:
-            print(f"interrupted: {interruption}", file=sys.stderr)
+            if processes.is_first():
+                print(f"interrupted: {interruption}", file=sys.stderr)
             status = EXIT_INTERRUPTED
         sys.exit(status)
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +13,8 @@ from calm_jax.brier import ORDERS, Protocol
 from calm_jax.data.blocks import Blocks
 from calm_jax.data.pipeline import evaluation_batches
 from calm_jax.errors import UserError
-from calm_jax.mesh import global_batch
+from calm_jax.interrupt import poll
+from calm_jax.mesh import global_batch, rows_here
 from calm_jax.samplers import SAMPLERS
 from calm_jax.streams import stream
 from calm_jax.tasks import Params, Task
@@ -105,20 +107,22 @@ class Evaluator:
 
         self._sums = sums
 
-    def __call__(self, params: Params, frozen: Params, part: int | None = None) -> dict[str, float]:
-        """The task's report over the split, or over evenly spaced `part` blocks of it."""
+    def __call__(
+        self,
+        params: Params,
+        frozen: Params,
+        part: int | None = None,
+        between: Callable[[], Any] = poll,
+    ) -> dict[str, float]:
+        """The task's report over the split, or over evenly spaced `part` blocks of it; calls `between` after each batch."""
         indices = part_of(len(self._blocks), len(self._blocks) if part is None else part)
         total = None
-        batches = evaluation_batches(
-            self._blocks,
-            indices,
-            self._config.batch_size,
-            jax.process_index(),
-            jax.process_count(),
-        )
-        for batch, index in batches:
-            placed = global_batch(batch | {"index": index}, self._mesh)
+        size = self._config.batch_size
+        mine = rows_here(size, self._mesh)
+        for batch, index in evaluation_batches(self._blocks, indices, size, mine):
+            placed = global_batch(batch | {"index": index}, size, self._mesh)
             sums = jax.device_get(self._sums(params, frozen, placed))
             sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
             total = sums if total is None else jax.tree.map(np.add, total, sums)
+            between()
         return self._task.report(total)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
+from calm_jax import processes
 from calm_jax.atomic import write_atomically
 from calm_jax.command import command, parse_flags
 from calm_jax.errors import UserError
@@ -47,6 +48,7 @@ _OPTIONS = (
     flags.DEFINE_string("long_context", None, "refuse or slide"),
     flags.DEFINE_integer("batch_size", None, "prompts generated together"),
 )
+_start_processes = processes.define_flags()
 # Options that a model with probabilities has no use for.
 _OF_LATENT_HEADS = ("sampler", "num_candidates", "max_draws", "draws_at_once", "prompt_alignment")
 
@@ -124,7 +126,8 @@ def _print(generator: Generator, prompts: Sequence[Prompt], options: SampleConfi
             text = "" if len(prompts) == 1 else f"{_shown(one.prompt, generator)}{one.text}"
             print(f"{text}\n", flush=True)
             done.append(one)
-    print(generator.describe(done, options), file=sys.stderr)
+    if processes.is_first():
+        print(generator.describe(done, options), file=sys.stderr)
 
 
 def _write(
@@ -135,11 +138,14 @@ def _write(
     for piece in generator.generate(prompts, options, _SEED.value, stream=True):
         if piece.continuation.finish:
             done.append(piece.continuation)
-            print(f"\r{len(done)} of {len(prompts)} prompts", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+            if processes.is_first():
+                shown = f"\r{len(done)} of {len(prompts)} prompts"
+                print(shown, end="", file=sys.stderr, flush=True)
+    if processes.is_first():
+        print(file=sys.stderr)
     done.sort(key=lambda one: one.index)
     lines = [json.dumps(dataclasses.asdict(one), ensure_ascii=False) + "\n" for one in done]
-    write_atomically(path, "".join(lines))
+    processes.write(lambda: write_atomically(path, "".join(lines)))
     print(f"{path}: {len(done)} texts; {generator.describe(done, options)}")
 
 
@@ -163,6 +169,7 @@ def main(argv: list[str]) -> None:
         if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
             raise UserError(f"--output={output} cannot be written: no such folder, or no right to")
     prompts = _prompts()
+    _start_processes()
     generator = Generator.load(_WORKDIR.value)
     options = _options(generator)
     if _OUTPUT.value:

@@ -1,6 +1,8 @@
 """Trains and evaluates a recipe.
 
 python -m calm_jax.main --config=configs/quickstart.py [--workdir=DIR] [--mode=train|eval] [--config.KEY=VALUE ...]
+
+Every process of several runs this command (see `calm_jax.processes`).
 """
 
 import pathlib
@@ -10,7 +12,7 @@ import sys
 from absl import app, flags
 from ml_collections import config_flags
 
-from calm_jax import recipe
+from calm_jax import processes, recipe
 from calm_jax.command import command, unknown_key
 from calm_jax.config import resolve
 from calm_jax.errors import UserError
@@ -26,6 +28,7 @@ _OVERWRITE = flags.DEFINE_bool("overwrite", False, "delete the run in the workdi
 _PROFILE = flags.DEFINE_string(
     "profile", "", "A:B writes a JAX profiler trace of steps A to B of each stage that trains"
 )
+_start_processes = processes.define_flags()
 
 
 def _default_workdir(config_flag: str) -> pathlib.Path:
@@ -99,9 +102,11 @@ def main(argv: list[str]) -> None:
         for name, value in (("--overwrite", _OVERWRITE.value), ("--profile", _PROFILE.value)):
             if value:
                 raise UserError(f"{name} is for --mode=train")
+    profile = _profile(_PROFILE.value, path)
+    _start_processes()
+    if _MODE.value == "eval":
         recipe.run_evaluation(config, workdir)
     else:
-        profile = _profile(_PROFILE.value, path)
         recipe.run_training(config, workdir, _OVERWRITE.value, profile)
 
 

@@ -105,9 +105,25 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     )
 
 
-def global_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """The global arrays of which this process holds `batch`."""
-    sharding = NamedSharding(mesh, BATCH)
-    return {
-        name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
-    }
+def rows_here(batch_size: int, mesh: Mesh) -> list[int]:
+    """Which rows of a global batch lie on this process's devices, in order.
+
+    Processes may share rows, where the `tensor` axis goes over several, and theirs need not be next to each other.
+    """
+    places = NamedSharding(mesh, BATCH).addressable_devices_indices_map((batch_size,))
+    rows = {row for (rows,) in places.values() for row in range(batch_size)[rows]}
+    return sorted(rows)
+
+
+def global_batch(batch: dict[str, np.ndarray], batch_size: int, mesh: Mesh) -> dict[str, jax.Array]:
+    """The global arrays of `batch_size` rows, of which this process has those of `rows_here`."""
+    place_of = {row: place for place, row in enumerate(rows_here(batch_size, mesh))}
+
+    def placed(rows: np.ndarray) -> jax.Array:
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            return rows[[place_of[row] for row in range(batch_size)[index[0]]]]
+
+        shape = (batch_size, *rows.shape[1:])
+        return jax.make_array_from_callback(shape, NamedSharding(mesh, BATCH), part)
+
+    return {name: placed(rows) for name, rows in batch.items()}

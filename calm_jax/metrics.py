@@ -12,6 +12,7 @@ import rich.console
 import rich.progress
 import tensorboardX
 
+from calm_jax import processes
 from calm_jax.atomic import write_atomically
 from calm_jax.errors import UserError
 
@@ -39,23 +40,28 @@ class MetricsLog:
     """`metrics.jsonl`, one object a line, and the same values as TensorBoard events.
 
     A record is {"stage", "split", "step", and named values}; a value that is not a finite number
-    is null. `seconds` and `tokens_per_second` alone differ between two equal runs.
+    is null. Every process of several has the same records in mind, and the first one writes them. `seconds` and `tokens_per_second` alone differ between two equal runs.
     """
 
     def __init__(self, folder: pathlib.Path):
         self._path = folder / "metrics.jsonl"
         self._events_folder = folder / "tensorboard"
         self._events: dict[str, tensorboardX.SummaryWriter] = {}
-        self.records: list[dict] = []
-        if self._path.exists():
-            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
-            self.records = [record for line in lines if (record := _parse(line)) is not None]
+        self.records: list[dict] = processes.agree(self._read())
+
+    def _read(self) -> list[dict]:
+        if not self._path.exists():
+            return []
+        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [record for line in lines if (record := _parse(line)) is not None]
 
     def cut_back(self, stage: str, step: int) -> None:
         """Forgets what a stage wrote after `step`, so that no step stands twice after a resume."""
         self.records = [
             record for record in self.records if record["stage"] != stage or record["step"] <= step
         ]
+        if not processes.is_first():
+            return
         lines = "".join(json.dumps(record) + "\n" for record in self.records)
         write_atomically(self._path, lines)
         self._open_events(stage, purge_step=step + 1)
@@ -79,6 +85,8 @@ class MetricsLog:
         numbers = finite({name: float(value) for name, value in values.items()})
         record = {"stage": stage, "split": split, "step": step} | numbers
         self.records.append(record)
+        if not processes.is_first():
+            return
         try:
             with open(self._path, "a", encoding="utf-8") as lines:
                 lines.write(json.dumps(record) + "\n")

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from calm_jax import brier
+from calm_jax import brier, processes
 from calm_jax.data.blocks import Blocks
 from calm_jax.evaluate import EvalConfig, part_of
 from calm_jax.generation import Bind
@@ -197,8 +197,10 @@ def measure(
         num_draws = max(config.candidates)
         probability = np.concatenate(
             [
-                _collision(
-                    task.bind, params, frozen, h_1LD[0, one.chunk_P - 1], one.key_P, num_draws
+                processes.fetch(
+                    _collision(
+                        task.bind, params, frozen, h_1LD[0, one.chunk_P - 1], one.key_P, num_draws
+                    )
                 )
                 for one, (h_1LD, _) in zip(contexts, read, strict=True)
             ]
@@ -232,6 +234,7 @@ def _point(
         began = time.perf_counter()
         sampled = jax.block_until_ready(run())
         seconds += time.perf_counter() - began
+        sampled = processes.fetch(sampled)
         token_P2T = np.asarray(sampled.tokens).reshape(len(one.chunk_P), 2, -1)
         token_P24 = token_P2T[..., : brier.ORDERS]
         right_P4 = np.cumprod(token_P24 == one.target_P4[:, None], axis=-1).mean(1)

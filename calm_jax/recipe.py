@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from calm_jax import brier, checkpoint, flops, plane, report
+from calm_jax import brier, checkpoint, flops, plane, processes, report
 from calm_jax import text as text_lib
 from calm_jax.atomic import write_atomically
 from calm_jax.checkpoint import Checkpointer
@@ -34,7 +34,10 @@ class Run:
     def __init__(self, config: Config, workdir: Workdir, mesh: Mesh, text: Text):
         self.config, self.workdir, self.mesh, self.text = config, workdir, mesh, text
         self.tokenizer = workdir.tokenizer
-        self.log = MetricsLog(workdir.path)
+
+    @functools.cached_property
+    def log(self) -> MetricsLog:
+        return MetricsLog(self.workdir.path)
 
     @functools.cached_property
     def autoencoder_task(self) -> AutoencoderTask:
@@ -97,7 +100,9 @@ class Run:
                 about,
                 profile,
             )
-            return trainer.run()
+            # Closing would wait for the others to finish a save.
+            with processes.ending_on_failure():
+                return trainer.run()
         finally:
             checkpointer.close()
 
@@ -109,7 +114,7 @@ class Run:
 
     def validate(self, name: str, evaluator: Evaluator, params: Params, frozen: Params) -> dict:
         """The report over the whole validation split; read from the log if it stands there."""
-        step = checkpoint.latest_step(self.workdir.checkpoints(name)) or 0
+        step = processes.agree(checkpoint.latest_step(self.workdir.checkpoints(name))) or 0
         known = self.log.find(name, "validation", step)
         if known is not None:
             return known
@@ -129,7 +134,7 @@ class Run:
                 if source
                 else "train it longer (autoencoder.training.num_steps), or lower that key"
             )
-            raise UserError(
+            raise processes.AgreedError(
                 f"the autoencoder gets {accuracy:.2%} of the held-out tokens right, less than autoencoder.min_accuracy="
                 f"{least}: {way_out}"
             )
@@ -297,6 +302,16 @@ def _refuse_converted(workdir: Workdir) -> None:
 
 def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Run:
     """Checks everything that can be checked before long work, then makes or opens the workdir."""
+    text, write = processes.together(lambda: _prepared(config, workdir, overwrite, mesh))
+    processes.write(write)
+    processes.check_shared(workdir.path)
+    return Run(config, Workdir(workdir.path), mesh, text)
+
+
+def _prepared(
+    config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh
+) -> tuple[Text, Callable[[], None]]:
+    """The text, and what makes or opens the workdir; changes nothing."""
     for name in config.stages:
         batch_size = getattr(config, name).training.batch_size
         check_batch(f"{name}.training.batch_size", batch_size, mesh)
@@ -334,34 +349,37 @@ def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Ru
         text.validation("autoencoder")
     if "lm" in config.stages:
         text.check_scored()
-    if overwrite:
-        workdir.delete()
-    if fresh:
-        workdir.create(config, tokenizer, corpus)
-    else:
-        workdir.add_corpus(corpus)
-        # One stage may be trained at a time; the recipe stays whole.
-        workdir.store_config(dataclasses.replace(config, stage=workdir.config.stage))
-    if autoencoder is not None:
-        workdir.import_autoencoder(autoencoder)
-    if start is not None:
-        for name in config.stages:
-            begun = checkpoint.latest_step(workdir.checkpoints(name)) is not None
-            if not begun and not workdir.initial(name).exists():
-                workdir.import_initial(start, name)
-    return Run(config, Workdir(workdir.path), mesh, text)
+
+    def write() -> None:
+        if overwrite:
+            workdir.delete()
+        if fresh:
+            workdir.create(config, tokenizer, corpus)
+        else:
+            workdir.add_corpus(corpus)
+            # One stage may be trained at a time; the recipe stays whole.
+            workdir.store_config(dataclasses.replace(config, stage=workdir.config.stage))
+        if autoencoder is not None:
+            workdir.import_autoencoder(autoencoder)
+        if start is not None:
+            for name in config.stages:
+                begun = checkpoint.latest_step(workdir.checkpoints(name)) is not None
+                if not begun and not workdir.initial(name).exists():
+                    workdir.import_initial(start, name)
+
+    return text, write
 
 
 def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Profile) -> None:
     """Trains what the config asks for and is not trained yet, scores it, and shows what came out."""
-    if not overwrite and workdir.exists and is_finished(config, workdir):
-        workdir.check_config(config, training=True)
+    if processes.agree(not overwrite and workdir.exists and is_finished(config, workdir)):
+        processes.together(lambda: workdir.check_config(config, training=True))
         print(
             f"{workdir.path} is finished, there is nothing to do: --mode=eval scores it again, more "
             "training.num_steps go on from here, --overwrite starts anew"
         )
         return
-    mesh = make_mesh(config.mesh)
+    mesh = processes.together(lambda: make_mesh(config.mesh))
     with jax.set_mesh(mesh):
         run = prepare(config, workdir, overwrite, mesh)
         try:
@@ -390,27 +408,31 @@ def _train_and_report(run: Run, profile: Profile) -> None:
         results["lm"] = run.validate("lm", evaluator, params, frozen)
         results["floor"] = brier.as_values(run.text.floor())
         samples = text_lib.samples(run.lm_task, params, frozen, run.tokenizer, config)
-        write_atomically(workdir.samples_path, samples)
+        processes.write(lambda: write_atomically(workdir.samples_path, samples))
         print(f"\n{samples}")
     for name in ("autoencoder", "lm"):
         # None for an autoencoder that was taken over.
         seconds = run.log.seconds(name) if name in results else 0
         if seconds:
             results[name] = {**results[name], "training_seconds": seconds}
-    write_atomically(workdir.results_path, json.dumps(finite(results), indent=2) + "\n")
+    text = json.dumps(finite(results), indent=2) + "\n"
+    processes.write(lambda: write_atomically(workdir.results_path, text))
     report.print_results(results, config, workdir)
 
 
 def run_evaluation(config: Config, workdir: Workdir) -> None:
     """Scores what a workdir holds with the config's `eval` section, and appends it to evaluations.jsonl."""
-    workdir.check_config(config, training=False)
-    sampler = config.sample.sampler_config
-    if config.eval.temperatures:
-        report.check_drawable()
-        ways = plane.ways(config.eval, sampler, config.has_autoencoder)
-    mesh = make_mesh(config.mesh)
-    check_batch("eval.batch_size", config.eval.batch_size, mesh)
-    with jax.set_mesh(mesh):
+
+    def check() -> Mesh:
+        workdir.check_config(config, training=False)
+        if config.eval.temperatures:
+            report.check_drawable()
+            plane.ways(config.eval, config.sample.sampler_config, config.has_autoencoder)
+        mesh = make_mesh(config.mesh)
+        check_batch("eval.batch_size", config.eval.batch_size, mesh)
+        return mesh
+
+    def read() -> tuple[Run, bool, Evaluator | None]:
         corpus = read_corpus(config)
         change = "" if workdir.is_converted else workdir.change_of_text(corpus)
         if change:
@@ -420,7 +442,11 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
         # Refuses a context longer than the text before anything is computed.
         # Records with prompts are scored as they are: their prompts are the context.
         is_scored = has_lm and not config.data.prompt_field
-        equal_context = run.equal_context_evaluator() if is_scored else None
+        return run, has_lm, run.equal_context_evaluator() if is_scored else None
+
+    mesh = processes.together(check)
+    with jax.set_mesh(mesh):
+        run, has_lm, equal_context = processes.together(read)
         results: dict[str, Mapping] = {}
         frozen: Params = {}
         if config.has_autoencoder:
@@ -443,7 +469,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
                     frozen,
                     run.text.validation("lm"),
                     config.eval,
-                    ways,
+                    plane.ways(config.eval, config.sample.sampler_config, config.has_autoencoder),
                     run.tokenizer.pad_id,
                     mesh,
                 )
@@ -459,6 +485,10 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
     report.print_results(results, config, workdir)
     if "plane" in results:
         report.print_plane(results["plane"])
-    report.append(workdir, record | results)
-    if "plane" in results:
-        report.draw_plane(results["plane"], workdir.path / "plane.png")
+
+    def write() -> None:
+        report.append(workdir, record | results)
+        if "plane" in results:
+            report.draw_plane(results["plane"], workdir.path / "plane.png")
+
+    processes.write(write)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from calm_jax import processes
 from calm_jax.config import Config
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
@@ -305,7 +306,7 @@ class Generator:
                 eos_id=self.tokenizer.eos_id,
                 config=options.sampler_config,
             )
-            chunks, last = jax.device_get((chunks, state.step))
+            chunks, last = processes.fetch((chunks, state.step))
             seconds = time.monotonic() - began
             for place in range(last - step):
                 for index, row in enumerate(rows):
@@ -380,7 +381,7 @@ class Generator:
             _keys(seed, "match", rows),
             options.sampler_config,
         )
-        fits_B, chunks = jax.device_get((fits_B, chunks))
+        fits_B, chunks = processes.fetch((fits_B, chunks))
         completed = []
         for index, row in enumerate(rows):
             row.continuation.match_draws = int(chunks.draws[index])

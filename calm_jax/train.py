@@ -19,9 +19,10 @@ from calm_jax.data.pipeline import TrainingText, training_batches
 from calm_jax.errors import Interrupted, UserError
 from calm_jax.evaluate import Evaluator
 from calm_jax.interrupt import NoteSignal
-from calm_jax.mesh import global_batch, shardings
+from calm_jax.mesh import global_batch, rows_here, shardings
 from calm_jax.metrics import MetricsLog, Progress
 from calm_jax.optim import OptimizerConfig, make_optimizer, make_schedule
+from calm_jax.processes import AgreedError
 from calm_jax.streams import stream
 from calm_jax.tasks import Batch, Metrics, Params, Task, ratio
 
@@ -245,8 +246,7 @@ class Trainer:
             stage.text.rows(seed),
             config.batch_size,
             self._first_step,
-            jax.process_index(),
-            jax.process_count(),
+            rows_here(config.batch_size, mesh),
             stage.read_threads,
         )
         log.cut_back(stage.name, self._first_step)
@@ -263,7 +263,8 @@ class Trainer:
             self._state.params, self._all_but_params(), self._mesh
         )
         # A new run has its own patience with updates that are not finite.
-        self._state = TrainState(params=params, **rest | {"nonfinite_streak": jnp.int32(0)})
+        streak = jnp.zeros_like(rest["nonfinite_streak"])
+        self._state = TrainState(params=params, **rest | {"nonfinite_streak": streak})
 
     def _all_but_params(self) -> dict[str, Any]:
         rest = self._state._asdict()
@@ -294,17 +295,18 @@ class Trainer:
         try:
             with NoteSignal() as stop:
                 # A run that was killed between a checkpoint and its evaluation makes up for it.
-                self._evaluate(self._first_step)
+                self._evaluate(self._first_step, stop)
                 for step in range(self._first_step + 1, config.num_steps + 1):
                     self._step(step)
                     if step % config.log_every == 0 or step == config.num_steps:
                         self._write_metrics(step)
-                    self._evaluate(step)
-                    if stop.name:
+                    self._evaluate(step, stop)
+                    signal = stop.asked()
+                    if signal:
                         self._save(step)
                         self._checkpointer.wait()
                         raise Interrupted(
-                            f"{stop.name}: stage {stage.name} is saved at step {step}; the same command goes on from there"
+                            f"{signal}: stage {stage.name} is saved at step {step}; the same command goes on from there"
                         )
                     if step % config.checkpoint_every == 0 or step == config.num_steps:
                         self._save(step)
@@ -319,7 +321,8 @@ class Trainer:
         if self._profile.first <= step <= self._profile.last and not self._profiling:
             jax.profiler.start_trace(self._profile.folder)
             self._profiling = True
-        batch = global_batch(next(self._data), self._mesh)
+        size = self._stage.training.batch_size
+        batch = global_batch(next(self._data), size, self._mesh)
         self._state = self._update(self._state, self._stage.frozen, batch)
         if self._profiling and step == self._profile.last:
             self._stop_profile(step)
@@ -356,7 +359,7 @@ class Trainer:
         self._log.write(self._stage.name, "train", step, values)
         self._progress.values(step, values)
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int, stop: NoteSignal) -> None:
         """On a part of the validation split; after the last step comes the whole of it."""
         config, name = self._stage.training, self._stage.name
         if step % config.eval_every or not 0 < step < config.num_steps:
@@ -364,7 +367,7 @@ class Trainer:
         began = time.monotonic()
         if self._log.find(name, "validation_part", step) is None:
             values = self._stage.evaluator(
-                self._state.params, self._stage.frozen, self._part_blocks
+                self._state.params, self._stage.frozen, self._part_blocks, between=stop.asked
             )
             self._log.write(name, "validation_part", step, values)
         # Not training time: neither in the rates nor in the total.
@@ -383,7 +386,7 @@ class Trainer:
             if kept is None
             else f"the checkpoint of step {kept} is good"
         )
-        raise UserError(
+        raise AgreedError(
             f"{name}: loss or gradient was not finite in {streak} updates in a row, steps {step - streak + 1} to {step}; "
             f"{good}. A lower {name}.optimizer.learning_rate or {name}.optimizer.max_grad_norm may help"
         )

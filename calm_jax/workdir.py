@@ -35,6 +35,7 @@ from calm_jax.heads.softmax import SoftmaxHead
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.calm import CALM
+from calm_jax.processes import MARK
 from calm_jax.tasks import ArTask, AutoencoderTask, CalmTask, LmTask, Params
 
 # What tells a workdir of converted parameters.
@@ -57,6 +58,7 @@ _OWN_FILES = {
     "metrics.jsonl.tmp",
     "plane.png",
     "plane.tmp.png",
+    MARK,
     "profile",
     "results.json",
     "results.json.tmp",

@@ -426,7 +426,7 @@ def test_batches_of_ragged_blocks_keep_their_masks():
     blocks = Blocks(
         np.arange(24, dtype=np.int32).reshape(6, 4), np.array([4, 1, 3, 0, 2, 4]), np.zeros(6, int)
     )
-    (first, _), (second, index) = evaluation_batches(blocks, range(6), 4, 0, 1)
+    (first, _), (second, index) = evaluation_batches(blocks, range(6), 4, range(4))
     targets = np.concatenate([first["targets"], second["targets"][index >= 0]])
     np.testing.assert_array_equal((targets != MASKED).sum(1), blocks.num_valid)
 
@@ -602,7 +602,15 @@ def take(iterator, number: int) -> list[np.ndarray]:
 
 def batches_of(blocks, batch_size, first=0, seed=0, process_index=0, process_count=1):
     rows = TrainingText([blocks], ()).rows(seed)
-    return training_batches(rows, batch_size, first, process_index, process_count, 0)
+    return training_batches(
+        rows, batch_size, first, part(batch_size, process_index, process_count), 0
+    )
+
+
+def part(batch_size, process_index, process_count):
+    """The rows that one of several equal processes feeds."""
+    rows = batch_size // process_count
+    return range(process_index * rows, (process_index + 1) * rows)
 
 
 def test_batches_have_tokens_and_targets():
@@ -673,7 +681,7 @@ def test_processes_side_by_side_give_the_batches_of_one(process_count):
 def test_evaluation_covers_each_index_once_with_masked_filler(indices, process_count):
     blocks = numbered(10)
     processes = [
-        list(evaluation_batches(blocks, indices, 4, index, process_count))
+        list(evaluation_batches(blocks, indices, 4, part(4, index, process_count)))
         for index in range(process_count)
     ]
     assert {len(batches) for batches in processes} == {-(-len(indices) // 4)}

@@ -56,7 +56,7 @@ def text_of(texts, train_files, **changes) -> Text:
 
 
 def first_batches(text: TrainingText, number=12, seed=0, **changes) -> list[np.ndarray]:
-    options = {"first_batch": 0, "process_index": 0, "process_count": 1, "read_threads": 0}
+    options = {"first_batch": 0, "mine": range(4), "read_threads": 0}
     batches = training_batches(text.rows(seed), 4, **(options | changes))
     return [np.stack([b["tokens"], b["targets"]]) for b in itertools.islice(batches, number)]
 
@@ -120,7 +120,9 @@ def test_a_mixture_goes_on_at_its_step_on_any_number_of_processes(done, now):
     text = TrainingText([numbered(0, 11), numbered(100, 5), numbered(200, 2)], (3, 2, 1))
     whole = first_batches(text, done + 6)
     parts = [
-        first_batches(text, 6, first_batch=done, process_index=index, process_count=now)
+        first_batches(
+            text, 6, first_batch=done, mine=range(4)[index * 4 // now : (index + 1) * 4 // now]
+        )
         for index in range(now)
     ]
     np.testing.assert_array_equal(np.concatenate(parts, axis=2), whole[done:])

@@ -79,7 +79,7 @@ def run_steps(name: str, steps: int, mesh_sizes: tuple[int, ...] = (1, 1, 1), **
         )
         metrics = []
         for seed in range(steps):
-            state = step(state, frozen, global_batch(make_batch(8, seed), mesh))
+            state = step(state, frozen, global_batch(make_batch(8, seed), 8, mesh))
             values = jax.device_get(state.metrics)
             metrics.append({key: ratio(pair) for key, pair in values.items()})
     return state, metrics

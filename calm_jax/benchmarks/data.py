@@ -89,7 +89,7 @@ def _write_text(folder: pathlib.Path, texts: list[str], megabytes: int) -> None:
 
 def _rate(rows: grain.MapDataset, block_tokens: int, threads: int) -> float:
     """Tokens a second in batches."""
-    batches = training_batches(rows, _BATCH, 0, 0, 1, threads)
+    batches = training_batches(rows, _BATCH, 0, range(_BATCH), threads)
     next(batches)
     count, began = 0, time.monotonic()
     while time.monotonic() - began < 3:

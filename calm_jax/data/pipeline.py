@@ -76,42 +76,36 @@ class TrainingText:
 
 
 class _ProcessRows(grain.MapDataset):
-    """This process's rows of every global batch: the same contiguous part of each.
+    """Some rows of every global batch, the same of each.
 
     The batches of all processes side by side are then exactly the batches of a single one.
     """
 
-    def __init__(
-        self, parent: grain.MapDataset, batch_size: int, process_index: int, process_count: int
-    ):
+    def __init__(self, parent: grain.MapDataset, batch_size: int, rows: Sequence[int]):
         super().__init__(parent)
-        self._batch_size = batch_size
-        self._rows = batch_size // process_count
-        self._first = process_index * self._rows
+        self._batch_size, self._rows = batch_size, rows
 
     def __len__(self) -> int:
         # An endless parent is sys.maxsize long; half of that leaves Grain room to round up.
-        return len(self._parent) // 2 // self._batch_size * self._rows
+        return len(self._parent) // 2 // self._batch_size * len(self._rows)
 
     def __getitem__(self, index):
-        batch, row = divmod(index, self._rows)
-        return self._parent[batch * self._batch_size + self._first + row]
+        batch, place = divmod(index, len(self._rows))
+        return self._parent[batch * self._batch_size + self._rows[place]]
 
 
 def training_batches(
     rows: grain.MapDataset,
     batch_size: int,
     first_batch: int,
-    process_index: int,
-    process_count: int,
+    mine: Sequence[int],
     read_threads: int,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """An endless iterator of this process's part of each batch, from the `first_batch`-th on.
+    """An endless iterator of this process's part of each batch, the rows `mine`, from the `first_batch`-th on.
 
     The number of batches that were taken is all there is to its state, also on another number of processes.
     """
-    dataset = _ProcessRows(rows, batch_size, process_index, process_count)
-    dataset = dataset.batch(batch_size // process_count)
+    dataset = _ProcessRows(rows, batch_size, mine).batch(len(mine))
     # Without threads there is nothing to hand over: the fastest way to what is in memory or on a local disk.
     options = grain.ReadOptions(
         num_threads=read_threads, prefetch_buffer_size=_READ_AHEAD * read_threads
@@ -125,21 +119,18 @@ def evaluation_batches(
     blocks: Blocks,
     indices: Sequence[int],
     batch_size: int,
-    process_index: int,
-    process_count: int,
+    mine: Sequence[int],
 ) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
-    """This process's part of each batch, with the blocks' indices; filled up with masked blocks (-1)."""
-    rows = batch_size // process_count
+    """The rows `mine` of each batch, with the blocks' indices; filled up with masked blocks (-1)."""
     for start in range(0, len(indices), batch_size):
-        first = start + process_index * rows
-        mine = list(indices[first : min(first + rows, start + batch_size)])
-        mine += [-1] * (rows - len(mine))
+        places = [start + row for row in mine]
+        taken = [indices[place] if place < len(indices) else -1 for place in places]
         masked = {
             "tokens": np.zeros(blocks.tokens.shape[1], np.int32),
             "targets": np.full(blocks.tokens.shape[1], MASKED, np.int32),
         }
-        items = [masked if index < 0 else blocks[index] for index in mine]
+        items = [masked if index < 0 else blocks[index] for index in taken]
         yield (
             {key: np.stack([item[key] for item in items]) for key in masked},
-            np.asarray(mine, np.int32),
+            np.asarray(taken, np.int32),
         )
