@@ -29,7 +29,7 @@ HEARTBEAT_SECONDS = 60
 # How long processes wait for one that is still reading text, or writing.
 _WAIT_SECONDS = 3600
 # How long a network file system may take to show what another machine wrote.
-_SHARED_SECONDS = 30
+SHARED_SECONDS = 30
 
 # The file by which processes see that they share a folder.
 MARK = "process_0"
@@ -66,8 +66,8 @@ def define_flags() -> Callable[[], None]:
             known = _of_open_mpi(os.environ)
             number = num_processes.value or known.get("num_processes", 0)
             index = known.get("process_id", -1) if process_id.value < 0 else process_id.value
-            _check_given(coordinator.value, number, index)
-            _wait_for(coordinator.value, index, seconds.value)
+            check_given(coordinator.value, number, index)
+            wait_for_coordinator(coordinator.value, index, seconds.value)
             local = known.get("local_id")
             _initialize(seconds.value, coordinator.value, number, index, local)
             return
@@ -118,7 +118,7 @@ def _of_open_mpi(environment: Mapping[str, str]) -> dict[str, int]:
     return {name: int(environment[key]) for name, key in names.items() if key in environment}
 
 
-def _check_given(coordinator: str, num_processes: int, process_id: int) -> None:
+def check_given(coordinator: str, num_processes: int, process_id: int) -> None:
     _, _, port = coordinator.rpartition(":")
     if not port.isdecimal() or coordinator.startswith(":"):
         raise UserError(f"--coordinator={coordinator!r} must be HOST:PORT")
@@ -130,7 +130,7 @@ def _check_given(coordinator: str, num_processes: int, process_id: int) -> None:
         )
 
 
-def _wait_for(coordinator: str, process_id: int, seconds: int) -> None:
+def wait_for_coordinator(coordinator: str, process_id: int, seconds: int) -> None:
     """Raises `UserError` if process 0 does not answer in time: JAX's own end for that is a crash."""
     if process_id == 0:
         return
@@ -253,7 +253,7 @@ def check_shared(folder: pathlib.Path) -> None:
     path = folder / MARK
 
     def look() -> None:
-        ends = time.monotonic() + _SHARED_SECONDS
+        ends = time.monotonic() + SHARED_SECONDS
         while not (path.exists() and path.read_text(encoding="utf-8") == text):
             if time.monotonic() > ends:
                 raise UserError(

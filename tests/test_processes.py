@@ -1,0 +1,326 @@
+"""Several real processes on one machine: one run, one result, one end."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from calm_jax import mesh, processes
+from calm_jax.errors import UserError
+from tests.test_recipe import ROOT, metrics, run, start, text_glob, train
+
+__all__ = ["text_glob"]
+# Nothing here may hang for ever, whatever goes wrong.
+KILLED_AFTER = 280
+
+SLURM = {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    "environment, cluster",
+    [
+        ({}, None),
+        (SLURM, "Slurm"),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),
+        # A batch script itself, or a shell in an allocation: one process, whatever the job has.
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, None),
+        (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:4000"}, "Open MPI"),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, "GKE"),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
+        ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, "GKE"),
+    ],
+)
+def test_the_environment_says_whether_there_are_several(environment, cluster):
+    assert processes.cluster_of(environment) == cluster
+
+
+def test_open_mpi_without_an_address_needs_a_coordinator():
+    with pytest.raises(UserError, match=r"2 processes .* --coordinator=HOST:PORT"):
+        processes.cluster_of(OPEN_MPI)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (("host", 2, 0), "--coordinator='host' must be HOST:PORT"),
+        ((":80", 2, 0), "--coordinator=':80' must be HOST:PORT"),
+        (("host:http", 2, 0), "must be HOST:PORT"),
+        (("host:80", 0, 0), "--num_processes=0"),
+        (("host:80", 2, 2), "--process_id=2 must be in [0, 2)"),
+        (("host:80", 2, -1), "--process_id=-1"),
+    ],
+)
+def test_flags_that_name_no_processes_are_refused(given, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        processes.check_given(*given)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def test_a_coordinator_that_does_not_answer_is_named_in_time():
+    address, began = f"localhost:{free_port()}", time.monotonic()
+    with pytest.raises(UserError, match=f"process 1: the coordinator {address} cannot be reached"):
+        processes.wait_for_coordinator(address, 1, 1)
+    # The second, and room for a busy machine; without the limit it would be for ever.
+    assert time.monotonic() - began < 60
+
+
+def test_one_process_by_itself_agrees_with_itself(tmp_path):
+    done = []
+    assert processes.is_first() and not processes.are_many()
+    assert processes.agree([None]) == [None]
+    assert processes.together(lambda: 3) == 3
+    processes.write(lambda: done.append(1))
+    processes.check_shared(tmp_path)
+    assert done == [1] and not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="as it is"), processes.ending_on_failure():
+        raise UserError("as it is")
+    whole = processes.fetch({"a": jax.numpy.arange(3)})
+    np.testing.assert_array_equal(whole["a"], [0, 1, 2])
+
+
+def test_a_process_feeds_the_rows_of_its_devices():
+    one = jax.make_mesh((1, 1, 1), mesh.AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    assert mesh.rows_here(4, one) == [0, 1, 2, 3]
+    batch = {"tokens": np.arange(8).reshape(4, 2)}
+    placed = mesh.global_batch(batch, 4, one)
+    np.testing.assert_array_equal(placed["tokens"], batch["tokens"])
+
+
+class Several:
+    """The same command in several processes, whose output goes to files."""
+
+    def __init__(self, folder: pathlib.Path, *args: str, number: int = 2, each=None):
+        folder.mkdir()
+        port = free_port()
+        self._files = [folder / f"{index}.txt" for index in range(number)]
+        self.processes = []
+        for index, file in enumerate(self._files):
+            flags = [f"--coordinator=localhost:{port}", f"--num_processes={number}"]
+            with open(file, "w", encoding="utf-8") as output:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, *args, *flags, f"--process_id={index}"],
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        **{"cwd": ROOT} | (each(index) if each else {}),
+                    )
+                )
+
+    def text(self, index: int) -> str:
+        return self._files[index].read_text(encoding="utf-8")
+
+    def wait_for(self, line: str) -> None:
+        """Until process 0 has printed what begins with `line`."""
+        ends = time.monotonic() + KILLED_AFTER
+        while f"\n{line}" not in self.text(0):
+            assert self.processes[0].poll() is None and time.monotonic() < ends, self.text(0)
+            time.sleep(0.05)
+
+    def statuses(self) -> list[int]:
+        return [process.wait(KILLED_AFTER) for process in self.processes]
+
+    def errors(self) -> list[str]:
+        return [
+            line
+            for index in range(len(self.processes))
+            for line in self.text(index).splitlines()
+            if line.startswith(("error: ", "interrupted: "))
+        ]
+
+    def close(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def several(tmp_path):
+    """Starts `Several`; none of them outlives the test."""
+    begun = []
+
+    def start_several(*args: str, number: int = 2, each=None) -> Several:
+        begun.append(Several(tmp_path / f"output {len(begun)}", *args, number=number, each=each))
+        return begun[-1]
+
+    yield start_several
+    for one in begun:
+        one.close()
+
+
+def values(workdir: pathlib.Path) -> dict[tuple, dict]:
+    return {(r["stage"], r["split"], r["step"]): r for r in metrics(workdir)}
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_through_a_signal_and_on_another_mesh(text_glob, tmp_path, several):
+    """Also their scores and their texts; the signal goes to the process that does not write."""
+    recipe = f"--config=tests/tiny_recipe.py:{text_glob}"
+    # The runtime takes up to a second to tell the others of a signal: more steps than that takes.
+    long = ("--config.lm.training.log_every=1", "--config.lm.training.num_steps=150")
+    two = tmp_path / "two"
+    both = several("-m", "calm_jax.main", recipe, f"--workdir={two}", "--config.mesh.fsdp=2", *long)
+    both.wait_for("lm: step 4/")
+    both.processes[1].send_signal(signal.SIGTERM)
+    assert both.statuses() == [75, 75], both.text(0)
+    (message,) = both.errors()
+    step = re.search(r"interrupted: SIGTERM: stage lm is saved at step (\d+);", message)[1]
+    assert (two / "lm" / step).is_dir() and 4 < int(step) < 150
+    assert "step" not in both.text(1)
+
+    # The stored config goes on, on one device.
+    train(text_glob, two, "--config.mesh.fsdp=1", *long)
+    one = tmp_path / "one"
+    train(text_glob, one, *long)
+    ours, theirs = values(two), values(one)
+    assert ours.keys() == theirs.keys()
+    early = [place for place in theirs if place[2] <= 20]
+    assert len(early) > 20
+    for place in early:
+        for name in ("loss", "gradient_norm", "tokens_per_step"):
+            if name in theirs[place]:
+                expected = pytest.approx(theirs[place][name], rel=1e-3)
+                assert ours[place][name] == expected, (place, name)
+
+    scored = several("-m", "calm_jax.main", "--mode=eval", f"--config=configs/workdir.py:{two}")
+    assert scored.statuses() == [0, 0], scored.text(0) + scored.text(1)
+    (record,) = map(json.loads, (two / "evaluations.jsonl").read_text().splitlines())
+    for name in ("loss", "brierlm"):
+        expected = ours["lm", "validation", 150][name]
+        assert record["lm"][name] == pytest.approx(expected, rel=1e-5), name
+
+    asked = (f"--workdir={two}", "--prompt=def ", "--prompt=class x", "--max_tokens=12")
+    written = several("-m", "calm_jax.generate", *asked, f"--output={tmp_path / 'two.jsonl'}")
+    assert written.statuses() == [0, 0], written.text(0) + written.text(1)
+    run("calm_jax.generate", *asked, f"--output={tmp_path / 'one.jsonl'}")
+    texts = [
+        [json.loads(line)["tokens"] for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("one.jsonl", "two.jsonl")
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == 2
+
+
+@pytest.mark.slow
+def test_when_one_is_killed_the_others_end_and_the_checkpoint_is_good(text_glob, tmp_path, several):
+    workdir = tmp_path / "run"
+    both = several(
+        "-m",
+        "calm_jax.main",
+        f"--config=tests/tiny_recipe.py:{text_glob}",
+        f"--workdir={workdir}",
+        "--config.autoencoder.training.num_steps=100000",
+    )
+    both.wait_for("autoencoder: step 8/")
+    both.processes[1].kill()
+    began = time.monotonic()
+    status = both.processes[0].wait(KILLED_AFTER)
+    # A collective fails at once; without one it takes the runtime a heartbeat, and a save as long again.
+    assert time.monotonic() - began < 2 * processes.HEARTBEAT_SECONDS
+    assert status not in (0, 75)
+    saved = max(
+        int(path.name) for path in (workdir / "autoencoder").iterdir() if path.name.isdigit()
+    )
+    out = run(
+        "calm_jax.main",
+        f"--config=tests/tiny_recipe.py:{text_glob}",
+        f"--workdir={workdir}",
+        f"--config.autoencoder.training.num_steps={saved + 2}",
+        "--config.stage=autoencoder",
+    )
+    assert f"resumed at step {saved}" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flag, words",
+    [
+        ("--config.mesh.data=3", "error: mesh: data=3 x fsdp=1 x tensor=1 does not make up 2"),
+        ("--config.lm.training.batch_size=3", "error: lm.training.batch_size=3 must be a multiple"),
+    ],
+)
+def test_what_does_not_divide_over_processes_is_said_once(
+    text_glob, tmp_path, several, flag, words
+):
+    recipe = f"--config=tests/tiny_recipe.py:{text_glob}"
+    both = several("-m", "calm_jax.main", recipe, f"--workdir={tmp_path / 'run'}", flag)
+    assert both.statuses() == [2, 2]
+    (message,) = both.errors()
+    assert message.startswith(words) and not (tmp_path / "run").exists()
+
+
+def own_folder(folder: pathlib.Path):
+    """Each process in a folder of its own, as on machines that share nothing."""
+
+    def each(index: int) -> dict:
+        place = folder / str(index)
+        place.mkdir(exist_ok=True)
+        return {"cwd": place, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+
+    return each
+
+
+@pytest.mark.slow
+def test_a_workdir_that_not_all_processes_see_is_refused(text_glob, tmp_path, several):
+    # With less patience for a network file system than a user's.
+    command = (
+        "import runpy, calm_jax.processes as p; p.SHARED_SECONDS = 1; "
+        "runpy.run_module('calm_jax.main', run_name='__main__', alter_sys=True)"
+    )
+    recipe = f"--config={ROOT}/tests/tiny_recipe.py:{text_glob}"
+    both = several("-c", command, recipe, "--workdir=run", each=own_folder(tmp_path))
+    assert both.statuses() == [2, 2]
+    (message,) = both.errors()
+    assert message.startswith("error: process 1: ") and str(tmp_path / "1" / "run") in message
+    assert "file system that all processes share" in message
+    assert not (tmp_path / "0" / "run" / processes.MARK).exists()
+
+
+@pytest.mark.slow
+def test_what_one_process_alone_cannot_read_ends_all(text_glob, tmp_path, several):
+    (tmp_path / "0").mkdir()
+    for name in "abcdef":
+        (tmp_path / "0" / f"{name}.txt").write_text(f"text {name} " * 200)
+    recipe = f"--config={ROOT}/tests/tiny_recipe.py:*.txt"
+    both = several(
+        "-m", "calm_jax.main", recipe, f"--workdir={tmp_path / 'run'}", each=own_folder(tmp_path)
+    )
+    assert both.statuses() == [2, 2]
+    (message,) = both.errors()
+    assert message.startswith("error: process 1: ") and "*.txt" in message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_process_without_its_others_ends_in_time(text_glob, tmp_path):
+    """In the runtime's own words, after a line that has the address."""
+    port = free_port()
+    process = start(
+        "calm_jax.main",
+        f"--config=tests/tiny_recipe.py:{text_glob}",
+        f"--workdir={tmp_path / 'run'}",
+        f"--coordinator=localhost:{port}",
+        "--num_processes=2",
+        "--process_id=0",
+        "--connect_seconds=3",
+    )
+    _, err = process.communicate(timeout=KILLED_AFTER)
+    assert process.returncode not in (0, 75)
+    assert err.startswith(f"process 0 of 2 at localhost:{port}: waiting at most 3 s for all\n")
+    assert not (tmp_path / "run").exists()
