@@ -139,7 +139,7 @@ class Run:
 _NOT_OF_THE_MODEL = {
     "autoencoder.model": ("dropout", "kl_clamp", "kl_weight"),
     "lm.head": ("num_samples", "num_target_samples", "beta", "num_steps", "solver"),
-    "lm.model": ("remat",),
+    "lm.model": ("remat", "attention"),
 }
 
 

@@ -29,7 +29,8 @@ BODY = TransformerConfig(
     num_kv_heads=2,
     rope_theta=1e4,
     norm_epsilon=1e-6,
-    remat=False,
+    remat="none",
+    attention="auto",
 )
 
 

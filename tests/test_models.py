@@ -34,7 +34,8 @@ BODY = TransformerConfig(
     num_kv_heads=2,
     rope_theta=1e4,
     norm_epsilon=EPSILON,
-    remat=False,
+    remat="none",
+    attention="auto",
 )
 HEAD = EnergyHeadConfig("energy", 2, E, N, M, beta=1.0)
 AUTOENCODER = AutoencoderConfig(

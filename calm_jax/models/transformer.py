@@ -11,7 +11,20 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
+from calm_jax.models import attention
 from calm_jax.models.layers import SwiGLU, linear, rotary_angles, rotate
+
+
+# What each way of `lm.model.remat` keeps of a layer for the backward pass; None for everything.
+_KEPT = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    # Products with weights, and what the splash kernel gives; never the scores of attention.
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(attention.KEPT),
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +38,15 @@ class TransformerConfig:
     num_kv_heads: int
     rope_theta: float
     norm_epsilon: float
-    remat: bool
+    remat: str
+    attention: str
 
     def __post_init__(self):
+        for name, choices in (("remat", tuple(_KEPT)), ("attention", attention.CHOICES)):
+            if getattr(self, name) not in choices:
+                raise UserError(
+                    f"lm.model.{name}={getattr(self, name)!r} is none of {', '.join(choices)}"
+                )
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise UserError(f"lm.model.{name}={getattr(self, name)} must be at least 1")
@@ -185,7 +204,7 @@ class Attention(nn.Module):
         key_BLGA = rotate(project(config.num_kv_heads, "key"), angle_BLA)
         value_BLGA = project(config.num_kv_heads, "value")
         if memory is None:
-            mixed = jax.nn.dot_product_attention(query_BLHA, key_BLGA, value_BLGA, is_causal=True)
+            mixed = attention.attend(query_BLHA, key_BLGA, value_BLGA, None, config.attention)
             written = None
         else:
             mixed, written = memory.attend(query_BLHA, key_BLGA, value_BLGA)
@@ -205,8 +224,8 @@ class Block(nn.Module):
     ) -> tuple[Array, Written | None]:
         config = self.config
         norm = nn.RMSNorm(config.norm_epsilon, dtype=self.dtype, name="attention_norm")
-        attention = Attention(config, self.dtype, name="attention")
-        mixed, written = attention(norm(x_BLD), memory, angle_BLA)
+        mix = Attention(config, self.dtype, name="attention")
+        mixed, written = mix(norm(x_BLD), memory, angle_BLA)
         x_BLD = x_BLD + mixed
         norm = nn.RMSNorm(config.norm_epsilon, dtype=self.dtype, name="mlp_norm")
         mlp = SwiGLU(config.intermediate_size, self.dtype, name="mlp")
@@ -240,7 +259,8 @@ class Transformer(nn.Module):
         first_B = jnp.zeros(batch, jnp.int32) if memory is None else memory.next_position()
         position_BL = first_B[:, None] + jnp.arange(num_new)
         angle_BLA = rotary_angles(position_BL, config.head_size, config.rope_theta)
-        block = nn.remat(Block, prevent_cse=False) if config.remat else Block
+        kept = _KEPT[config.remat]
+        block = Block if kept is None else nn.remat(Block, prevent_cse=False, policy=kept)
         layers = nn.scan(
             block,
             variable_axes={"params": 0},
