@@ -91,6 +91,11 @@ class Config:
                 f"data.prompt_field={self.data.prompt_field!r} needs lm.data.append_eos and "
                 "lm.data.align_documents_to_chunks to be True: a completion ends with eos and whole chunks"
             )
+        if self.autoencoder.data.isolate_documents:
+            raise UserError(
+                "autoencoder.data.isolate_documents=True: an autoencoder's chunks never see each other, give "
+                "--config.autoencoder.data.isolate_documents=False"
+            )
         for name in ("autoencoder", "lm"):
             stage = getattr(self, name)
             block = stage.data.block_tokens

@@ -22,6 +22,7 @@ from calm_jax.errors import UserError
 from calm_jax.evaluate import Evaluator
 from calm_jax.mesh import check_batch, make_mesh
 from calm_jax.metrics import MetricsLog, finite
+from calm_jax.models import attention
 from calm_jax.packed import Text, read_corpus
 from calm_jax.tasks import AutoencoderTask, LmTask, Params
 from calm_jax.train import Profile, Stage, Trainer
@@ -295,8 +296,16 @@ def _refuse_converted(workdir: Workdir) -> None:
     )
 
 
+def _check_attention(config: Config) -> None:
+    """Raises `UserError` unless the devices of the mesh that is set can attend as `lm.model.attention` says."""
+    model, isolated = config.lm.model, config.lm.data.isolate_documents
+    attention.check(model.attention, model.head_size, config.compute_dtype, isolated)
+
+
 def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Run:
     """Checks everything that can be checked before long work, then makes or opens the workdir."""
+    if "lm" in config.stages:
+        _check_attention(config)
     for name in config.stages:
         batch_size = getattr(config, name).training.batch_size
         check_batch(f"{name}.training.batch_size", batch_size, mesh)
@@ -411,6 +420,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
     mesh = make_mesh(config.mesh)
     check_batch("eval.batch_size", config.eval.batch_size, mesh)
     with jax.set_mesh(mesh):
+        _check_attention(config)
         corpus = read_corpus(config)
         change = "" if workdir.is_converted else workdir.change_of_text(corpus)
         if change:

@@ -339,6 +339,9 @@ def _blocks(block_tokens: int, append_eos: bool, align_documents_to_chunks: bool
     # "random" starts each training document with 0 to K-1 pads, so that the model has seen chunks
     # that are filled up in front, as a prompt's first chunk may be; "none" is the published way.
     data.front_fill = "none"
+    # Of the language model's: no chunk sees another document's in its block, and none is predicted from one (published:
+    # all see all). Needs align_documents_to_chunks.
+    data.isolate_documents = False
     return data
 
 

@@ -555,7 +555,7 @@ def test_documents_that_are_one_block_are_one():
 @pytest.mark.parametrize("packing", ["documents", "published"])
 def test_packing_in_memory_equals_loops(packing, block, align):
     texts = random_texts(15, 2300, 9) + random_texts(16, 20, 100)
-    config = BlockConfig(block, packing, True, align, "none")
+    config = BlockConfig(block, packing, True, align, "none", False)
     encoded = [np.asarray(BYTES.encode(text), np.int32) for text in texts]
     framed = naive_tokens(texts, options(align_documents_to_chunks=align))
     blocks = pack(encoded, BYTES, config, 4, 0, False, "the text")

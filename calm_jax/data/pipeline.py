@@ -3,27 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import grain
 import numpy as np
 
-from calm_jax.data.blocks import MASKED, Blocks
+from calm_jax.data.blocks import MASKED, BlockSource
 
 # Batches that each thread is ahead of the training.
 _READ_AHEAD = 2
-
-
-class BlockSource(Protocol):
-    """Blocks by their number: {"tokens", "targets"}, int32 [block_tokens] each."""
-
-    block_tokens: int
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
-
-    def targets(self, index_N: np.ndarray) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +109,7 @@ def training_batches(
 
 
 def evaluation_batches(
-    blocks: Blocks,
+    blocks: BlockSource,
     indices: Sequence[int],
     batch_size: int,
     process_index: int,
@@ -134,10 +121,8 @@ def evaluation_batches(
         first = start + process_index * rows
         mine = list(indices[first : min(first + rows, start + batch_size)])
         mine += [-1] * (rows - len(mine))
-        masked = {
-            "tokens": np.zeros(blocks.tokens.shape[1], np.int32),
-            "targets": np.full(blocks.tokens.shape[1], MASKED, np.int32),
-        }
+        masked = {name: np.zeros_like(row) for name, row in blocks[0].items()}
+        masked["targets"] = np.full_like(masked["tokens"], MASKED)
         items = [masked if index < 0 else blocks[index] for index in mine]
         yield (
             {key: np.stack([item[key] for item in items]) for key in masked},
