@@ -13,9 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from calm_jax import recipe
+from calm_jax.config import resolve
 from calm_jax.errors import UserError
 from calm_jax.mesh import MeshConfig, make_mesh
 from calm_jax.models import attention
+from calm_jax.workdir import Workdir
+from tests import tiny_recipe
 
 
 def inputs(B, L, H, G, A, dtype=jnp.float32, segments=False):
@@ -106,6 +110,15 @@ def test_cudnn_on_a_cpu_is_refused():
     assert "--config.lm.model.attention=auto" in line and "\n" not in line
 
 
+def test_a_run_that_cannot_attend_ends_before_it_reads_anything(tmp_path):
+    tree = tiny_recipe.get_config("nowhere/*.txt")
+    tree.lm.model.attention = "cudnn"
+    mesh = make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
+    with jax.set_mesh(mesh), pytest.raises(UserError, match=r"lm\.model\.attention='cudnn'"):
+        recipe.prepare(resolve(tree), Workdir(tmp_path / "run"), False, mesh)
+    assert not (tmp_path / "run").exists()
+
+
 class _Device:
     def __init__(self, platform, device_kind, compute_capability="9.0"):
         self.platform, self.device_kind = platform, device_kind
@@ -158,13 +171,26 @@ def test_auto_is_what_the_device_has(device, changes, expected, monkeypatch):
     chosen = []
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(attention, "_splash", lambda *_: chosen.append("splash"))
-    monkeypatch.setattr(
-        jax.nn,
-        "dot_product_attention",
-        lambda *_, implementation, **__: chosen.append(implementation),
-    )
+    monkeypatch.setattr(attention, "_cudnn", lambda *_: chosen.append("cudnn"))
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *_, **__: chosen.append("xla"))
     attention.attend(*inputs(1, 4, 2, 2, 8, **{"dtype": jnp.bfloat16} | changes), "auto")
     assert chosen == [expected]
+
+
+@pytest.mark.parametrize("length", [6, 7])
+def test_cudnn_has_even_lengths(length, monkeypatch):
+    """Its own refusal of others needs a GPU to be seen; what is added changes nothing."""
+    given, seen = inputs(1, length, 4, 2, 8)[:3], []
+
+    def attend(*arrays, is_causal, implementation):
+        seen.append((arrays[0].shape[1], implementation))
+        return xla(*arrays, is_causal=is_causal)
+
+    xla = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    ours = attention._cudnn(*given)
+    np.testing.assert_allclose(ours, xla(*given, is_causal=True), rtol=1e-5, atol=1e-6)
+    assert seen == [(length + length % 2, "cudnn")]
 
 
 def test_the_mesh_says_what_it_is_for():

@@ -35,9 +35,9 @@ def _not_cudnn(head_size: int, dtype: DTypeLike, isolated: bool) -> str:
         return "needs compute_dtype='bfloat16'"
     if isolated:
         return "would need a mask of L x L for lm.data.isolate_documents"
-    # JAX asks the GPU that is here, also when it compiles for another one.
-    here = getattr(jax.local_devices()[0], "compute_capability", "0.0")
-    largest = 256 if float(here) >= 9 else 128
+    # Compiling on a CPU, for a GPU that is not here, is for one of a data centre.
+    capability = getattr(jax.local_devices()[0], "compute_capability", "9.0")
+    largest = 256 if float(capability) >= 9 else 128
     if head_size % 8 or head_size > largest:
         return f"needs heads of a multiple of 8 features, at most {largest} here, and these have {head_size}"
     return ""
@@ -77,12 +77,27 @@ def attend(
             choice = "xla" if _not_cudnn(*about) else "cudnn"
     if choice == "splash":
         return _splash(query_BLHA, key_BLGA, value_BLGA, segment_BL)
+    if choice == "cudnn":
+        return _cudnn(query_BLHA, key_BLGA, value_BLGA)
     mask_B1LL = None
     if segment_BL is not None:
         mask_B1LL = (segment_BL[:, :, None] == segment_BL[:, None])[:, None]
     return jax.nn.dot_product_attention(
-        query_BLHA, key_BLGA, value_BLGA, mask=mask_B1LL, is_causal=True, implementation=choice
+        query_BLHA, key_BLGA, value_BLGA, mask=mask_B1LL, is_causal=True
     )
+
+
+def _filled(x_BL: Array, multiple: int) -> Array:
+    """With zeros behind, which no place sees, up to a length that a kernel can do."""
+    filler = -x_BL.shape[1] % multiple
+    return jnp.pad(x_BL, [(0, 0), (0, filler)] + [(0, 0)] * (x_BL.ndim - 2))
+
+
+def _cudnn(query_BLHA: Array, key_BLGA: Array, value_BLGA: Array) -> Array:
+    """By cuDNN; for training, JAX lets it have even lengths alone, and ours are one chunk short of that."""
+    even = [_filled(x_BLHA, 2) for x_BLHA in (query_BLHA, key_BLGA, value_BLGA)]
+    mixed_BLHA = jax.nn.dot_product_attention(*even, is_causal=True, implementation="cudnn")
+    return mixed_BLHA[:, : query_BLHA.shape[1]]
 
 
 def _splash(
@@ -114,14 +129,9 @@ def _splash_on_one_device(
     tile = _SMALLEST_TILE
     while tile < min(length, _LARGEST_TILE):
         tile *= 2
-    # Lengths have to be whole tiles, and ours are one chunk short of that: no place sees the filler, which comes after
-    # all of them. Heads of any size are filled up by the kernel itself.
-    filler = -length % tile
-
-    def filled(x_BL: Array) -> Array:
-        return jnp.pad(x_BL, [(0, 0), (0, filler)] + [(0, 0)] * (x_BL.ndim - 2))
-
-    mask = splash.CausalMask((length + filler,) * 2)
+    # Lengths have to be whole tiles; heads of any size are filled up by the kernel itself.
+    whole = length + -length % tile
+    mask = splash.CausalMask((whole, whole))
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads),
         block_sizes=splash.BlockSizes(*[tile] * 8),
@@ -132,12 +142,12 @@ def _splash_on_one_device(
     )
     # The kernel does not scale.
     heads_first = [
-        filled(x_BLHA).swapaxes(1, 2)
+        _filled(x_BLHA, tile).swapaxes(1, 2)
         for x_BLHA in (query_BLHA / math.sqrt(head_size), key_BLGA, value_BLGA)
     ]
     segments = None
     if segment_BL is not None:
-        segment_BS = filled(segment_BL)
+        segment_BS = _filled(segment_BL, tile)
         segments = splash.SegmentIds(segment_BS, segment_BS)
     mixed_BHLA = jax.vmap(kernel)(*heads_first, segments)
     return mixed_BHLA.swapaxes(1, 2)[:, :length]
