@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from calm_jax.models.transformer import Memory, Packed
 from calm_jax.sampling import ChunkModel
 
 ORDERS = 4
@@ -109,18 +110,24 @@ def brier_terms(
     protocol: Protocol,
     chunks_at_once: int,
     paths_at_once: int,
+    documents: Packed | None = None,
 ) -> Array:
     """Unbiased Brier terms of every start of a protocol, [B, P, 4] float32.
 
     key_BLJ: for each chunk but a block's first, the key of its draws and of the up to three chunks
     drawn after it. `chunks_at_once` positions are drawn together, `paths_at_once` starts continued.
+    documents: of the chunks but a block's last, where they do not see each other: what is drawn after a chunk then
+    sees what that chunk saw. A start that another document precedes means nothing, and its target is masked.
     """
     batch, num_chunks, chunk_size = token_BLK.shape
     starts_P = protocol.starts(num_chunks * chunk_size, chunk_size)
     several = chunks_of(chunk_size) > 1
     size = num_chunks - 1
-    cache = model.empty_cache(batch, size, size) if several else None
-    h_BLD, cache = model.advance(token_BLK[:, :-1], cache)
+    memory: Memory | None = documents
+    if several:
+        window = size if documents is None else documents.window()
+        memory = model.empty_cache(batch, size, window)
+    h_BLD, cache = model.advance(token_BLK[:, :-1], memory)
 
     # Chunks that any n-gram needs; predicted chunk i comes from the hidden state before it, i - 1.
     window_P4 = windows(starts_P)

@@ -91,6 +91,11 @@ class Config:
                 f"data.prompt_field={self.data.prompt_field!r} needs lm.data.append_eos and "
                 "lm.data.align_documents_to_chunks to be True: a completion ends with eos and whole chunks"
             )
+        if self.autoencoder.data.isolate_documents:
+            raise UserError(
+                "autoencoder.data.isolate_documents=True: an autoencoder's chunks never see each other, give "
+                "--config.autoencoder.data.isolate_documents=False"
+            )
         for name in ("autoencoder", "lm"):
             stage = getattr(self, name)
             block = stage.data.block_tokens
@@ -145,6 +150,10 @@ class Config:
         return asked if self.has_autoencoder else ("lm",)
 
 
+# What became of values that a config.json of an older version has.
+_OLDER_TYPES = {"lm.model.remat": ": 'full' is what True was, 'none' what False was"}
+
+
 def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     # Heads have keys of their own, which setting the name alone does not bring.
@@ -174,7 +183,8 @@ def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
         elif kind is float and isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{path}{name}={value!r} must be a finite number")
         elif type(value) is not kind:
-            raise UserError(f"{path}{name}={value!r} must be {kind.__name__}")
+            older = _OLDER_TYPES.get(f"{path}{name}", "")
+            raise UserError(f"{path}{name}={value!r} must be {kind.__name__}{older}")
         values[name] = value
     try:
         return cls(**values)
@@ -243,6 +253,7 @@ _TRAINING_KEYS = (
 # These change how a number is computed, how a head is sampled or how bad input is met, not what is learnt.
 _FREE_KEYS = (
     "lm.model.remat",
+    "lm.model.attention",
     "lm.head.num_steps",
     "lm.head.solver",
     "data.on_bad_record",

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from calm_jax.brier import ORDERS, Protocol
-from calm_jax.data.blocks import Blocks
+from calm_jax.data.blocks import BlockSource
 from calm_jax.data.pipeline import evaluation_batches
 from calm_jax.errors import UserError
 from calm_jax.interrupt import poll
@@ -94,7 +94,7 @@ class Evaluator:
     batched or spread over devices.
     """
 
-    def __init__(self, name: str, task: Task, blocks: Blocks, config: EvalConfig, mesh: Mesh):
+    def __init__(self, name: str, task: Task, blocks: BlockSource, config: EvalConfig, mesh: Mesh):
         self._task, self._blocks, self._config, self._mesh = task, blocks, config, mesh
 
         @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -80,6 +80,18 @@ def rows_per_device(rows: int) -> int:
     return max(1, rows // math.prod(shape.get(axis, 1) for axis in ("data", "fsdp")))
 
 
+def rows_spec(rows: int) -> tuple[str, ...] | None:
+    """The axes of the mesh that is set over which a batch of so many rows lies; None if it cannot be split."""
+    (axes,) = BATCH
+    shape = jax.sharding.get_abstract_mesh().shape
+    return None if rows % math.prod(shape[axis] for axis in axes) else axes
+
+
+def tensor_spec(size: int) -> str | None:
+    """The axis over which heads lie that are so many; None if they cannot be split."""
+    return None if size % jax.sharding.get_abstract_mesh().shape["tensor"] else "tensor"
+
+
 def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """The table's spec of an array; an axis that does not divide evenly is not split."""
     for pattern, spec in RULES:

@@ -12,6 +12,8 @@ from calm_jax.data.blocks import (
     MASKED,
     BlockConfig,
     Blocks,
+    BlockSource,
+    IsolatedBlocks,
     document_windows,
     encode_documents,
     pack,
@@ -20,7 +22,7 @@ from calm_jax.data.blocks import (
 )
 from calm_jax.data.corpus import Corpus, Source, load_corpus
 from calm_jax.data.documents import Document
-from calm_jax.data.pipeline import BlockSource, TrainingText
+from calm_jax.data.pipeline import TrainingText
 from calm_jax.data.shards import PreparedText, prepared_blocks
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
@@ -79,7 +81,7 @@ class Text:
             "autoencoder": () if own else config.data.mixture,
         }
         self._training: dict[str, TrainingText] = {}
-        self._scored_blocks: dict[str, Blocks] = {}
+        self._scored_blocks: dict[str, BlockSource] = {}
 
     def _in_memory(self, documents: list[Document]) -> _InMemory:
         return _InMemory(documents, self._tokenizer, bool(self._config.data.prompt_field))
@@ -100,7 +102,7 @@ class Text:
             self._training[name] = TrainingText(blocks, self._weights[name])
         return self._training[name]
 
-    def validation(self, name: str) -> Blocks:
+    def validation(self, name: str) -> BlockSource:
         """A stage's validation blocks: never filled in front, and none of the text is dropped."""
         if name not in self._scored_blocks:
             data = getattr(self._config, name).data
@@ -179,7 +181,9 @@ class Text:
                 "block, so there is nothing to score: give more of it"
             )
 
-    def _scored(self, blocks: Blocks, protocol: brier.Protocol) -> tuple[np.ndarray, np.ndarray]:
+    def _scored(
+        self, blocks: BlockSource, protocol: brier.Protocol
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The n-grams that a protocol scores, [blocks, P, 4], and which of them count for which n."""
         target_BT = blocks.targets(np.arange(len(blocks)))
         starts_P = protocol.starts(target_BT.shape[1], self._config.chunk_size)
@@ -198,7 +202,7 @@ class Text:
         ]
 
     def _floor(
-        self, train_N4: np.ndarray, validation: Blocks, protocol: brier.Protocol
+        self, train_N4: np.ndarray, validation: BlockSource, protocol: brier.Protocol
     ) -> brier.Score:
         target_BP4, counted_BP4 = self._scored(validation, protocol)
         return brier.frequency_floor(train_N4, np.maximum(target_BP4, 0), counted_BP4)
@@ -214,9 +218,11 @@ class Text:
                 f"{name}: {source.folder} has {source.num_tokens} tokens, and one block needs {data.block_tokens}: give "
                 "more text, or a smaller data.block_tokens"
             )
+        if data.isolate_documents:
+            return IsolatedBlocks(blocks, source.starts(), blocks.first_N, config.chunk_size)
         return blocks
 
-    def _pack(self, name: str, split: str, text: _InMemory, data: BlockConfig) -> Blocks:
+    def _pack(self, name: str, split: str, text: _InMemory, data: BlockConfig) -> BlockSource:
         config = self._config
         if config.data.prompt_field and name == "lm":
             return self._pack_records(split, text, data)

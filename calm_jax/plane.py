@@ -17,14 +17,15 @@ from jax import Array
 from jax.sharding import Mesh
 
 from calm_jax import brier, processes
-from calm_jax.data.blocks import Blocks
+from calm_jax.data.blocks import BlockSource
 from calm_jax.evaluate import EvalConfig, part_of
 from calm_jax.generation import Bind
+from calm_jax.models.transformer import Packed
 from calm_jax.sampler_search import Sampled
 from calm_jax.samplers import SamplerConfig, sample_chunk
 from calm_jax.sampling import ChunkModel
 from calm_jax.streams import stream
-from calm_jax.tasks import LmTask, Params
+from calm_jax.tasks import LmTask, Params, documents_of
 from calm_jax.temperature import split_exponent
 
 # Samplers whose cost is `num_candidates`; the others go to `max_draws`.
@@ -59,11 +60,12 @@ def ways(config: EvalConfig, sampler: SamplerConfig, has_autoencoder: bool) -> l
 
 
 @functools.partial(jax.jit, static_argnames=("bind",))
-def _read(bind: Bind, params: Any, frozen: Any, token_1LK: Array):
+def _read(bind: Bind, params: Any, frozen: Any, token_1LK: Array, documents: Packed | None):
     """The hidden states that predict each chunk but the first, and their cache."""
     num_chunks = token_1LK.shape[1] - 1
     model = bind(params, frozen)
-    return model.advance(token_1LK[:, :-1], model.empty_cache(1, num_chunks, num_chunks))
+    window = num_chunks if documents is None else documents.window()
+    return model.advance(token_1LK[:, :-1], model.empty_cache(1, num_chunks, window))
 
 
 @functools.partial(jax.jit, static_argnames=("bind", "config"))
@@ -125,16 +127,22 @@ def _collision(
 
 @dataclasses.dataclass(frozen=True)
 class _Contexts:
-    """The starts of one block: token_1LK, where they are [P], the truth [P, 4], what counts [P, 4], and their keys."""
+    """The starts of one block: token_1LK, where they are [P], the truth [P, 4], what counts [P, 4], and their keys.
+
+    documents: which chunks see each other, as in `brier.brier_terms`.
+    """
 
     token_1LK: np.ndarray
+    documents: Packed | None
     chunk_P: np.ndarray
     target_P4: np.ndarray
     counted_P4: np.ndarray
     key_P: Array
 
 
-def _contexts(blocks: Blocks, task: LmTask, config: EvalConfig, pad_id: int) -> Iterator[_Contexts]:
+def _contexts(
+    blocks: BlockSource, task: LmTask, config: EvalConfig, pad_id: int
+) -> Iterator[_Contexts]:
     """About `plane_contexts` starts, evenly spaced over evenly spaced blocks; all blocks give the same number."""
     chunk_size = task.chunk_size
     num_tokens = blocks[0]["tokens"].shape[0]
@@ -151,6 +159,7 @@ def _contexts(blocks: Blocks, task: LmTask, config: EvalConfig, pad_id: int) -> 
         block = blocks[index]
         yield _Contexts(
             block["tokens"].reshape(1, -1, chunk_size),
+            documents_of({name: row[None] for name, row in block.items()}, chunk_size),
             own_P // chunk_size,
             block["targets"][brier.windows(own_P)],
             brier.counted(block["targets"][None], own_P, pad_id)[0],
@@ -166,7 +175,7 @@ def measure(
     task: LmTask,
     params: Params,
     frozen: Params,
-    blocks: Blocks,
+    blocks: BlockSource,
     config: EvalConfig,
     chosen: list[SamplerConfig],
     pad_id: int,
@@ -182,7 +191,12 @@ def measure(
     contexts = list(_contexts(blocks, task, config, pad_id))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     read = [
-        _read(task.bind, params, frozen, jax.device_put(one.token_1LK, replicated))
+        _read(
+            task.bind,
+            params,
+            frozen,
+            *jax.device_put((one.token_1LK, one.documents), replicated),
+        )
         for one in contexts
     ]
     points = []

@@ -22,6 +22,7 @@ from calm_jax.errors import UserError
 from calm_jax.evaluate import Evaluator
 from calm_jax.mesh import check_batch, make_mesh
 from calm_jax.metrics import MetricsLog, finite
+from calm_jax.models import attention
 from calm_jax.packed import Text, read_corpus
 from calm_jax.tasks import AutoencoderTask, LmTask, Params
 from calm_jax.train import Profile, Stage, Trainer
@@ -144,7 +145,7 @@ class Run:
 _NOT_OF_THE_MODEL = {
     "autoencoder.model": ("dropout", "kl_clamp", "kl_weight"),
     "lm.head": ("num_samples", "num_target_samples", "beta", "num_steps", "solver"),
-    "lm.model": ("remat",),
+    "lm.model": ("remat", "attention"),
 }
 
 
@@ -300,6 +301,12 @@ def _refuse_converted(workdir: Workdir) -> None:
     )
 
 
+def _check_attention(config: Config) -> None:
+    """Raises `UserError` unless the devices of the mesh that is set can attend as `lm.model.attention` says."""
+    model, isolated = config.lm.model, config.lm.data.isolate_documents
+    attention.check(model.attention, model.head_size, config.compute_dtype, isolated)
+
+
 def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Run:
     """Checks everything that can be checked before long work, then makes or opens the workdir."""
     text, write = processes.together(lambda: _prepared(config, workdir, overwrite, mesh))
@@ -312,6 +319,8 @@ def _prepared(
     config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh
 ) -> tuple[Text, Callable[[], None]]:
     """The text, and what makes or opens the workdir; changes nothing."""
+    if "lm" in config.stages:
+        _check_attention(config)
     for name in config.stages:
         batch_size = getattr(config, name).training.batch_size
         check_batch(f"{name}.training.batch_size", batch_size, mesh)
@@ -433,6 +442,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
         return mesh
 
     def read() -> tuple[Run, bool, Evaluator | None]:
+        _check_attention(config)
         corpus = read_corpus(config)
         change = "" if workdir.is_converted else workdir.change_of_text(corpus)
         if change:

@@ -33,7 +33,7 @@ class ChunkModel:
     unfold: `[R, Z] -> [R, K, D]`, the beginning of each of a latent's K tokens.
     likeliest: `[R, D] -> [R]`, the most likely token of unfolded positions; the dear part of decoding.
     advance: `(tokens_BLK, memory) -> h_BLD, memory`, reads chunks after those in a cache or fork.
-    empty_cache: `(batch, size, window) -> cache` for `size` chunks, each of which sees the last `window`.
+    empty_cache: `(batch, size, window) -> cache` for `size` chunks, each of which sees the last `window` (see `KVCache`).
     fork: `(cache, length_B, size) -> memory` that goes on after a cache's first `length` chunks, by
     up to `size` of its own, and leaves the cache as it is.
     log_probs: `h_PD -> [P, V]` for a model that knows the probabilities of its next token (K = 1, and

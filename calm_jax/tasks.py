@@ -16,7 +16,7 @@ from calm_jax.mesh import rows_per_device
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.calm import CALM
-from calm_jax.models.transformer import Fork, KVCache, Memory, TransformerConfig
+from calm_jax.models.transformer import Fork, KVCache, Memory, Packed, TransformerConfig
 from calm_jax.sampling import ChunkModel, at_once
 
 Params = dict[str, Any]
@@ -28,7 +28,8 @@ Metrics = dict[str, tuple[Array, Array]]
 class Task(Protocol):
     """A model and its objective, as the loop sees it.
 
-    A batch is {"tokens", "targets"}, int32 [B, T] each, where targets are the tokens, or MASKED.
+    A batch is {"tokens", "targets"}, int32 [B, T] each, where targets are the tokens, or MASKED; and with
+    `data.isolate_documents` {"segments"}, int32 [B, T]: equal numbers are one document's tokens.
     Every row has its own random key, so that rows may be split in any way.
     """
 
@@ -63,6 +64,14 @@ def _chunks(batch: Batch, chunk_size: int) -> tuple[Array, Array]:
     """tokens and targets as chunks, [B, L, K] each."""
     shape = (len(batch["tokens"]), -1, chunk_size)
     return batch["tokens"].reshape(shape), batch["targets"].reshape(shape)
+
+
+def documents_of(batch: Batch, chunk_size: int) -> Packed | None:
+    """Which chunks but a block's last see each other; None if all do."""
+    if "segments" not in batch:
+        return None
+    # Documents are whole chunks.
+    return Packed(batch["segments"][:, ::chunk_size][:, :-1])
 
 
 def total(x: Array, counted: Array) -> tuple[Array, Array]:
@@ -169,6 +178,7 @@ def _score(
     tokens_BLK: Array,
     targets_BLK: Array,
     key_BLJ: Array,
+    documents: Packed | None,
 ) -> brier.BlockSums:
     """BrierLM's sums over a batch of blocks; n-grams with pads in them do not count."""
     batch, num_chunks, chunk_size = tokens_BLK.shape
@@ -184,6 +194,7 @@ def _score(
         protocol,
         chunks_at_once=at_once(logits),
         paths_at_once=at_once(max(logits, attention, own)),
+        documents=documents,
     )
     starts_P = protocol.starts(num_chunks * chunk_size, chunk_size)
     counted_BP4 = brier.counted(targets_BLK.reshape(batch, -1), starts_P, pad_id)
@@ -247,14 +258,16 @@ class CalmTask:
         """The frozen autoencoder's posterior of whole chunks, without dropout."""
         return jax.lax.stop_gradient(self.autoencoder.apply(frozen, tokens_PK, method="encode"))
 
-    def hidden(self, params: Params, tokens_BLK: Array) -> Array:
+    def hidden(self, params: Params, tokens_BLK: Array, documents: Packed | None = None) -> Array:
         """The hidden state that predicts each chunk but the first, [B, L-1, D]."""
-        h_BLD, _ = self.model.apply({"params": params}, tokens_BLK[:, :-1], method="hidden")
+        h_BLD, _ = self.model.apply(
+            {"params": params}, tokens_BLK[:, :-1], documents, method="hidden"
+        )
         return h_BLD
 
     def loss(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
         tokens_BLK, targets_BLK = _chunks(batch, self.chunk_size)
-        h_PD = _flat(self.hidden(params, tokens_BLK))
+        h_PD = _flat(self.hidden(params, tokens_BLK, documents_of(batch, self.chunk_size)))
         posterior = self.posterior(frozen, _flat(tokens_BLK[:, 1:]))
         key_P = _flat(split_keys(key_B, tokens_BLK.shape[1] - 1))
         loss_P = self.model.apply({"params": params}, h_PD, posterior, key_P, method="loss")
@@ -272,7 +285,9 @@ class CalmTask:
             posterior = self.posterior(frozen, tokens_BK)
             return self.model.apply({"params": params}, h_BD, posterior, key_B, method="loss")
 
-        over_L = (self.hidden(params, tokens_BLK), tokens_BLK[:, 1:], key_BLJ[..., num_draws])
+        documents = documents_of(batch, self.chunk_size)
+        h_BLD = self.hidden(params, tokens_BLK, documents)
+        over_L = (h_BLD, tokens_BLK[:, 1:], key_BLJ[..., num_draws])
         width = self.model.config.hidden_size
         loss_LB = jax.lax.map(
             loss_of,
@@ -290,6 +305,7 @@ class CalmTask:
                 tokens_BLK,
                 targets_BLK,
                 key_BLJ[..., :num_draws],
+                documents,
             ),
         }
 
@@ -334,7 +350,9 @@ class ArTask:
     def _loss(self, params: Params, batch: Batch) -> Array:
         """Cross-entropy of each token but the first, [B, T-1]; 0 for masked ones."""
         tokens_BLK, targets_BLK = _chunks(batch, 1)
-        h_BLD, _ = self.model.apply({"params": params}, tokens_BLK[:, :-1], method="hidden")
+        h_BLD, _ = self.model.apply(
+            {"params": params}, tokens_BLK[:, :-1], documents_of(batch, 1), method="hidden"
+        )
         block = at_once(rows_per_device(len(h_BLD)) * self.model.vocab_size)
         targets_BL = targets_BLK[:, 1:, 0]
         return self.model.apply({"params": params}, h_BLD, targets_BL, block, method="loss")
@@ -359,6 +377,7 @@ class ArTask:
                 tokens_BLK,
                 targets_BLK,
                 key_BLJ,
+                documents_of(batch, 1),
             ),
         }
 

@@ -204,8 +204,13 @@ def _transformer() -> ConfigDict:
     # Base of the rotary positions, which count chunks.
     model.rope_theta = 1e4
     model.norm_epsilon = 1e-6
-    # Recompute each layer in the backward pass: less memory, about a third more arithmetic.
-    model.remat = False
+    # What of a layer is computed again in the backward pass: "none"; "full", all of it: least memory, about a third more
+    # arithmetic; "dots", all but products with weights, which are kept: little more arithmetic, and most of the memory.
+    model.remat = "none"
+    # How whole blocks attend, in training and scoring: "xla" works everywhere; "cudnn" needs an NVIDIA GPU, bfloat16, and
+    # lm.data.isolate_documents=False; "splash" needs a TPU (a CPU interprets it, for tests). "auto" is splash on a TPU, cudnn
+    # where it can be, else xla. Generation does not depend on it.
+    model.attention = "auto"
     return model
 
 
@@ -334,6 +339,9 @@ def _blocks(block_tokens: int, append_eos: bool, align_documents_to_chunks: bool
     # "random" starts each training document with 0 to K-1 pads, so that the model has seen chunks
     # that are filled up in front, as a prompt's first chunk may be; "none" is the published way.
     data.front_fill = "none"
+    # Of the language model's: no chunk sees another document's in its block, and none is predicted from one (published:
+    # all see all). Needs align_documents_to_chunks.
+    data.isolate_documents = False
     return data
 
 

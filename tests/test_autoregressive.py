@@ -29,7 +29,8 @@ BODY = TransformerConfig(
     num_kv_heads=2,
     rope_theta=1e4,
     norm_epsilon=1e-6,
-    remat=False,
+    remat="none",
+    attention="auto",
 )
 
 
@@ -191,7 +192,8 @@ def test_the_task_loss_does_not_depend_on_how_many_logits_are_held(monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one_by_one, whole)
 
 
-def test_recomputing_layers_changes_neither_loss_nor_gradient():
+@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.slow)])
+def test_recomputing_layers_changes_neither_loss_nor_gradient(remat):
     def of(remat):
         task, batch = ar_task(remat=remat), batch_of()
 
@@ -200,7 +202,7 @@ def test_recomputing_layers_changes_neither_loss_nor_gradient():
 
         return jax.jit(jax.value_and_grad(loss))(random_params())
 
-    (loss, kept), (same_loss, recomputed) = of(False), of(True)
+    (loss, kept), (same_loss, recomputed) = of("none"), of(remat)
     np.testing.assert_allclose(loss, same_loss, rtol=1e-6)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), recomputed, kept

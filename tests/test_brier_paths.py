@@ -330,7 +330,8 @@ def body(num_kv_heads):
         num_kv_heads=num_kv_heads,
         rope_theta=1e4,
         norm_epsilon=1e-6,
-        remat=False,
+        remat="none",
+        attention="auto",
     )
 
 

@@ -191,7 +191,7 @@ BAD = [
     ("seed", {"seed": True}),
     ("stage", {"stage": 3}),
     ("chunk_size", {"chunk_size": "4"}),
-    ("lm.model.remat", {"lm.model.remat": 1}),
+    ("lm.model.remat", {"lm.model.remat": True}),
     ("lm.model.num_layers", {"lm.model.num_layers": 16.0}),
     ("lm.head.beta", {"lm.head.beta": "1"}),
     ("lm.head.num_samples", {"lm.head.num_samples": None}),
@@ -693,7 +693,8 @@ def test_only_training_minds_what_a_resumed_run_would_silently_change(key, value
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("lm.model.remat", True),
+        ("lm.model.remat", "full"),
+        ("lm.model.attention", "splash"),
         ("tokenizer.path", "elsewhere.model"),
         ("data.on_bad_record", "skip"),
         ("lm.training.num_steps", 5),

@@ -745,9 +745,11 @@ def test_the_checkpoint_decides_what_the_model_is(golden, plan_of):
 
 
 def test_other_keys_are_the_users(golden, plan_of):
-    plan = plan_of(golden / "energy_k4", seed=5, compute_dtype="float32", lm__model__remat=True)
+    free = {"lm__model__remat": "full", "lm__model__attention": "xla"}
+    plan = plan_of(golden / "energy_k4", seed=5, compute_dtype="float32", **free)
     assert (plan.config.seed, plan.config.compute_dtype) == (5, "float32")
-    assert plan.config.lm.model.remat
+    model = plan.config.lm.model
+    assert (model.remat, model.attention) == ("full", "xla")
 
 
 # --- Tokenizers

@@ -35,9 +35,9 @@ def data_config(train_files="", **changes) -> DataConfig:
 
 
 def block_config(
-    block_tokens=8, eos=False, align=False, front_fill="none", packing="windows"
+    block_tokens=8, eos=False, align=False, front_fill="none", packing="windows", isolate=False
 ) -> BlockConfig:
-    return BlockConfig(block_tokens, packing, eos, align, front_fill)
+    return BlockConfig(block_tokens, packing, eos, align, front_fill, isolate)
 
 
 def packed(documents, config, chunk_size=4, seed=0, keep_remainder=True) -> Blocks:

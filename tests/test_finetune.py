@@ -32,7 +32,7 @@ PAD, BOS, EOS = BYTES.pad_id, BYTES.bos_id, BYTES.eos_id
 
 def records(prompts, completions, chunk_size, block_tokens=64):
     names = [str(number) for number in range(len(prompts))]
-    config = BlockConfig(block_tokens, "windows", True, True, "none")
+    config = BlockConfig(block_tokens, "windows", True, True, "none", False)
     encoded = (encode_documents(texts, BYTES) for texts in (prompts, completions))
     return pack_records(names, *encoded, BYTES, config, chunk_size)
 
@@ -77,7 +77,7 @@ def test_the_autoencoder_sees_the_chunks_that_the_language_model_has_to_hit(chun
     lm, _ = records(prompts, completions, chunk_size, block_tokens=60)
     targets_NK = lm.targets(np.arange(len(lm))).reshape(-1, chunk_size)
     expected_NK = targets_NK[(targets_NK != MASKED).all(1)]
-    config = BlockConfig(2 * chunk_size, "windows", True, True, "none")
+    config = BlockConfig(2 * chunk_size, "windows", True, True, "none", False)
     encoded = encode_documents(completions, BYTES)
     blocks = pack_completions(encoded, BYTES, config, chunk_size, True, "the text")
     ours_NK = blocks.targets(np.arange(len(blocks))).reshape(-1, chunk_size)

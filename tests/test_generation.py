@@ -417,8 +417,8 @@ def windowed_attention(window):
     """`jax.nn.dot_product_attention` that sees the last `window` places alone, by a mask that is written out."""
     attend = jax.nn.dot_product_attention
 
-    def attention(query, key, value, is_causal):
-        assert is_causal
+    def attention(query, key, value, mask, is_causal):
+        assert is_causal and mask is None
         behind_TS = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])
         mask_TS = (behind_TS >= 0) & (behind_TS < window)
         return attend(query, key, value, mask=jnp.asarray(mask_TS)[None, None])

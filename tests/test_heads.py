@@ -135,7 +135,8 @@ BODY = TransformerConfig(
     num_kv_heads=2,
     rope_theta=1e4,
     norm_epsilon=EPSILON,
-    remat=False,
+    remat="none",
+    attention="auto",
 )
 ROWS, CHUNKS = 3, 5
 

@@ -34,7 +34,8 @@ BODY = TransformerConfig(
     num_kv_heads=2,
     rope_theta=1e4,
     norm_epsilon=EPSILON,
-    remat=False,
+    remat="none",
+    attention="auto",
 )
 HEAD = EnergyHeadConfig("energy", 2, E, N, M, beta=1.0)
 AUTOENCODER = AutoencoderConfig(
@@ -176,19 +177,41 @@ def test_no_hidden_state_sees_a_later_chunk(place):
     assert (np.abs(before - after)[:, place:].max(-1) > 1e-3).all()
 
 
-def test_recomputing_layers_changes_no_gradient():
-    def gradient(remat):
-        task = calm_task(remat=remat)
-        _, (_, params, frozen) = both_tasks()
+def gradient_of(remat, attention="xla"):
+    """A function of parameters: the loss and its gradient, with layers recomputed in some way."""
+    task = calm_task(remat=remat, attention=attention)
+    _, (_, params, frozen) = both_tasks()
 
-        def loss(params):
-            return task.loss(params, frozen, batch_of(), keys(3))["loss"][0]
+    def loss(params):
+        return task.loss(params, frozen, batch_of(), keys(3))["loss"][0]
 
-        return jax.jit(jax.value_and_grad(loss))(params)
+    return jax.jit(jax.value_and_grad(loss)), params
 
-    (loss, kept), (same_loss, recomputed) = gradient(False), gradient(True)
+
+@pytest.mark.parametrize(
+    ("remat", "attention"),
+    [("full", "xla"), ("dots", "xla"), pytest.param("dots", "splash", marks=pytest.mark.slow)],
+)
+def test_recomputing_layers_changes_no_gradient(remat, attention):
+    expected_of, params = gradient_of("none")
+    (loss, kept), (same_loss, recomputed) = (
+        of(params) for of in (expected_of, gradient_of(remat, attention)[0])
+    )
     np.testing.assert_allclose(loss, same_loss, rtol=1e-6)
     jax.tree.map(assert_close, recomputed, kept)
+
+
+def test_what_is_kept_is_not_computed_again():
+    """A layer has 7 products with weights and 2 of attention; backward, each is two, and what is computed again one more."""
+    products = {
+        remat: str(of.trace(params).jaxpr).count("dot_general")
+        for remat, (of, params) in {
+            remat: gradient_of(remat) for remat in ("none", "dots", "full")
+        }.items()
+    }
+    # Of the last products of all, nothing needs the value.
+    assert products["dots"] - products["none"] == 2
+    assert products["full"] - products["dots"] == 6
 
 
 def test_bfloat16_arithmetic_gives_close_float32_results():

@@ -17,6 +17,7 @@ import pytest
 import tiktoken.load
 import zstandard
 
+from calm_jax.data import blocks as blocks_lib
 from calm_jax.data import inputs as inputs_lib
 from calm_jax.data import make_shards, plan, tokenizers
 from calm_jax.data.blocks import MASKED, BlockConfig, document_blocks, pack
@@ -258,7 +259,7 @@ def test_random_pads_before_a_document_are_its_own_and_follow_from_the_seed(
 @pytest.mark.parametrize("packing", [{}, {"packing": "published", "block_tokens": 7}])
 def test_grouping_shards_in_runs_changes_no_byte(tmp_path, monkeypatch, runs, packing):
     monkeypatch.setattr(plan, "PUBLISHED_GROUP", 50)
-    monkeypatch.setattr(make_shards, "PUBLISHED_GROUP", 50)
+    monkeypatch.setattr(blocks_lib, "PUBLISHED_GROUP", 50)
     texts = random_texts(3, 400, 20)
     files = write_mixed(tmp_path / "in", [*texts, *random_texts(4, 8)])
     changes = packing | {"shard_characters": 600, "deduplicate": True, "front_fill": "random"}
@@ -343,7 +344,7 @@ def test_published_packing_equals_the_rule_block_by_block(tmp_path, block, dedup
 def test_published_shards_begin_with_a_group_whatever_is_left_out(tmp_path, seed, monkeypatch):
     """Copies anywhere, also at the borders of groups and files, also so many that a group goes on for files."""
     monkeypatch.setattr(plan, "PUBLISHED_GROUP", 10)
-    monkeypatch.setattr(make_shards, "PUBLISHED_GROUP", 10)
+    monkeypatch.setattr(blocks_lib, "PUBLISHED_GROUP", 10)
     rng = random.Random(seed)
     words = [str(number) for number in range(rng.choice([30, 100, 400]))]
     texts = [rng.choice(words) for _ in range(rng.choice([25, 200]))]
@@ -555,7 +556,7 @@ def test_documents_that_are_one_block_are_one():
 @pytest.mark.parametrize("packing", ["documents", "published"])
 def test_packing_in_memory_equals_loops(packing, block, align):
     texts = random_texts(15, 2300, 9) + random_texts(16, 20, 100)
-    config = BlockConfig(block, packing, True, align, "none")
+    config = BlockConfig(block, packing, True, align, "none", False)
     encoded = [np.asarray(BYTES.encode(text), np.int32) for text in texts]
     framed = naive_tokens(texts, options(align_documents_to_chunks=align))
     blocks = pack(encoded, BYTES, config, 4, 0, False, "the text")

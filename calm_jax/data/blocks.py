@@ -1,7 +1,9 @@
 """Documents to blocks of tokens, in memory: what stands around documents, and the ways to cut them."""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -29,8 +31,14 @@ class BlockConfig:
     append_eos: bool
     align_documents_to_chunks: bool
     front_fill: str
+    isolate_documents: bool
 
     def __post_init__(self):
+        if self.isolate_documents and not self.align_documents_to_chunks:
+            raise UserError(
+                "data.isolate_documents=True needs data.align_documents_to_chunks=True: a chunk of two documents cannot be "
+                "kept from either"
+            )
         if self.front_fill not in ("none", "random"):
             raise UserError(f"data.front_fill={self.front_fill!r} must be 'none' or 'random'")
         if self.packing not in ("windows", "documents", "published"):
@@ -101,6 +109,59 @@ class Blocks:
         return np.where(valid_NT & ~given_NT, self.tokens[index_N], np.int32(MASKED))
 
 
+class BlockSource(Protocol):
+    """Blocks by their number: {"tokens", "targets"}, int32 [block_tokens] each."""
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
+
+    def targets(self, index_N: np.ndarray) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class IsolatedBlocks:
+    """Packed blocks whose documents are not to see each other: with "segments", int32 [T], too, equal for one document's.
+
+    The first chunk of a document inside a block is no target: what precedes it is another document, and the block's own
+    first chunk is none either. starts_D: where documents begin in the running text. first_N: where each block begins
+    there; None for blocks that are all of it, one after the other.
+    """
+
+    packed: BlockSource
+    starts_D: np.ndarray
+    first_N: np.ndarray | None
+    chunk_size: int
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.packed.block_tokens
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        block, segments = self.packed[index], self._segments(index)
+        targets, size = block["targets"].copy(), self.chunk_size
+        targets[size:][segments[size:] != segments[:-size]] = MASKED
+        return block | {"targets": targets, "segments": segments}
+
+    def targets(self, index_N: np.ndarray) -> np.ndarray:
+        """The targets of some blocks, [N, T]."""
+        return np.stack([self[index]["targets"] for index in index_N])
+
+    def _segments(self, index: int) -> np.ndarray:
+        size = self.block_tokens
+        first = int(index) * size if self.first_N is None else self.first_N[index]
+        begin, end = np.searchsorted(self.starts_D, [first, first + size])
+        # Filler, which stands behind all that is a target, is given the numbers of the text that follows.
+        begins_T = np.bincount(self.starts_D[begin:end] - first, minlength=size)
+        return begins_T.cumsum().astype(np.int32)
+
+
 def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
     """Token ids of each text, int32, without bos or eos."""
     encoded = []
@@ -120,7 +181,7 @@ def pack(
     seed: int,
     keep_remainder: bool,
     name: str,
-) -> Blocks:
+) -> Blocks | IsolatedBlocks:
     """Documents (bos, text, eos, pads as the config says) one behind the other, cut into blocks by `config.packing`.
 
     `front_fill='random'` puts 0 to K-1 pads before bos, drawn per document from `seed`. What does
@@ -129,19 +190,30 @@ def pack(
     rng, frame = np.random.default_rng(seed), config.frame(chunk_size)
     framed = [frame.around(ids, frame.draw_front(rng), tokenizer) for ids in encoded]
     block, pad_id = config.block_tokens, tokenizer.pad_id
+    if config.packing == "published":
+        framed = list(whole_blocks(framed, block))
+    starts_D, first_N = np.cumsum([0, *map(len, framed[:-1])]), None
     if config.packing == "documents":
-        starts_D = np.cumsum([0, *map(len, framed[:-1])])
         flat = np.concatenate(framed)
         first_N, size_N = document_blocks(starts_D, len(flat), block)
         rows = [flat[i : i + size] for i, size in zip(first_N, size_N, strict=True)]
-        return _filled(rows, block, pad_id)
-    if config.packing == "published":
-        groups = [
-            np.concatenate(framed[i : i + PUBLISHED_GROUP])
-            for i in range(0, len(framed), PUBLISHED_GROUP)
-        ]
-        framed = [group[: len(group) // block * block] for group in groups]
-    return _cut(framed, pad_id, block, keep_remainder, name)
+        blocks = _filled(rows, block, pad_id)
+    else:
+        blocks = _cut(framed, pad_id, block, keep_remainder, name)
+    if config.isolate_documents:
+        return IsolatedBlocks(blocks, starts_D, first_N, chunk_size)
+    return blocks
+
+
+def whole_blocks(framed: Iterable[np.ndarray], block_tokens: int) -> Iterator[np.ndarray]:
+    """Of every group of documents what fills blocks; the last document of a group may be cut off."""
+    framed = iter(framed)
+    while group := list(itertools.islice(framed, PUBLISHED_GROUP)):
+        left = sum(map(len, group)) // block_tokens * block_tokens
+        for tokens in group:
+            if left:
+                yield tokens[:left]
+                left -= min(left, len(tokens))
 
 
 def document_blocks(
@@ -171,7 +243,7 @@ def document_blocks(
 def _cut(
     pieces: Sequence[np.ndarray], pad_id: int, block: int, keep_remainder: bool, name: str
 ) -> Blocks:
-    flat = np.concatenate(pieces)
+    flat = np.concatenate([np.zeros(0, np.int32), *pieces])
     if not keep_remainder and len(flat) < block:
         raise UserError(
             f"{name} has {len(flat)} tokens, and one block needs {block}: give more text, or a smaller "

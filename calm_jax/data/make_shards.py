@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from calm_jax.data.blocks import PUBLISHED_GROUP
+from calm_jax.data.blocks import PUBLISHED_GROUP, whole_blocks
 from calm_jax.data.documents import Document
 from calm_jax.data.inputs import Options
 from calm_jax.data.plan import Layout, Report, write_json
@@ -104,7 +104,7 @@ def _make_shard(
         with ShardWriter(beside, tokenizer.vocab_size) as writer:
             framed = _framed(documents, tokenizer, options, report)
             if options.packing == "published":
-                framed = _whole_blocks(framed, options.block_tokens)
+                framed = whole_blocks(framed, options.block_tokens)
             for tokens in framed:
                 writer.add(tokens)
         if path.exists() and not _is_whole(path):
@@ -136,16 +136,6 @@ def _framed(
             counts, reported = [0, 0, 0], time.monotonic()
         yield tokens
     report(*counts)
-
-
-def _whole_blocks(framed: Iterator[np.ndarray], block_tokens: int) -> Iterator[np.ndarray]:
-    """Of every group of documents what fills blocks; the last document of a group may be cut off."""
-    while group := list(itertools.islice(framed, PUBLISHED_GROUP)):
-        left = sum(map(len, group)) // block_tokens * block_tokens
-        for tokens in group:
-            if left:
-                yield tokens[:left]
-                left -= min(left, len(tokens))
 
 
 def write_index(

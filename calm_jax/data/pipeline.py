@@ -3,27 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import grain
 import numpy as np
 
-from calm_jax.data.blocks import MASKED, Blocks
+from calm_jax.data.blocks import MASKED, BlockSource
 
 # Batches that each thread is ahead of the training.
 _READ_AHEAD = 2
-
-
-class BlockSource(Protocol):
-    """Blocks by their number: {"tokens", "targets"}, int32 [block_tokens] each."""
-
-    block_tokens: int
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
-
-    def targets(self, index_N: np.ndarray) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +103,7 @@ def training_batches(
 
 
 def evaluation_batches(
-    blocks: Blocks,
+    blocks: BlockSource,
     indices: Sequence[int],
     batch_size: int,
     mine: Sequence[int],
@@ -125,10 +112,8 @@ def evaluation_batches(
     for start in range(0, len(indices), batch_size):
         places = [start + row for row in mine]
         taken = [indices[place] if place < len(indices) else -1 for place in places]
-        masked = {
-            "tokens": np.zeros(blocks.tokens.shape[1], np.int32),
-            "targets": np.full(blocks.tokens.shape[1], MASKED, np.int32),
-        }
+        masked = {name: np.zeros_like(row) for name, row in blocks[0].items()}
+        masked["targets"] = np.full_like(masked["tokens"], MASKED)
         items = [masked if index < 0 else blocks[index] for index in taken]
         yield (
             {key: np.stack([item[key] for item in items]) for key in masked},

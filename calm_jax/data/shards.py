@@ -230,6 +230,10 @@ class PreparedText:
         bounds = np.load(self.folder / self._shards[number]["name"] / DOCUMENTS)
         return bounds + self._first_S[number]
 
+    def starts(self) -> np.ndarray:
+        """Where all documents begin, in tokens of the whole text, int64 [documents]."""
+        return np.concatenate([self.bounds(number)[:-1] for number in range(self.num_shards)])
+
     @property
     def num_shards(self) -> int:
         return len(self._shards)

@@ -25,9 +25,9 @@ from calm_jax.models.autoencoder import AutoencoderConfig
 from calm_jax.tasks import AutoencoderTask, LmTask
 from calm_jax.workdir import make_autoencoder_task, make_lm_task
 
-# Keys that the checkpoint decides, but for one that changes no number.
+# Keys that the checkpoint decides, but for those that change no number.
 _OF_THE_MODEL = ("chunk_size", "tokenizer.", "autoencoder.model.", "lm.model.", "lm.head.")
-_FREE = "lm.model.remat"
+_FREE = ("lm.model.remat", "lm.model.attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _recipe(
     context_chunks: the model's context; 0 if the checkpoint does not say.
     """
     for key in overrides:
-        if key.startswith(_OF_THE_MODEL) and key != _FREE:
+        if key.startswith(_OF_THE_MODEL) and key not in _FREE:
             raise UserError(f"--config.{key}: the checkpoint decides this key")
         if key in ("init_from", "autoencoder.checkpoint"):
             raise UserError(f"--config.{key}: the parameters are those of the checkpoint")

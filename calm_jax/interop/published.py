@@ -132,7 +132,8 @@ class PublishedConfig:
             num_kv_heads=self.size("num_key_value_heads"),
             rope_theta=self._rope_theta(),
             norm_epsilon=self.number("rms_norm_eps"),
-            remat=False,
+            remat="none",
+            attention="auto",
         )
 
     def _rope_theta(self) -> float:

@@ -11,7 +11,19 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
+from calm_jax.models import attention
 from calm_jax.models.layers import SwiGLU, linear, rotary_angles, rotate
+
+# What each way of `lm.model.remat` keeps of a layer for the backward pass; None for everything.
+_KEPT = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    # Products with weights, and what the splash kernel gives; never the scores of attention.
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(attention.KEPT),
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +37,15 @@ class TransformerConfig:
     num_kv_heads: int
     rope_theta: float
     norm_epsilon: float
-    remat: bool
+    remat: str
+    attention: str
 
     def __post_init__(self):
+        for name, choices in (("remat", tuple(_KEPT)), ("attention", attention.CHOICES)):
+            if getattr(self, name) not in choices:
+                raise UserError(
+                    f"lm.model.{name}={getattr(self, name)!r} is none of {', '.join(choices)}"
+                )
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise UserError(f"lm.model.{name}={getattr(self, name)} must be at least 1")
@@ -57,8 +75,9 @@ class KVCache(NamedTuple):
     """Keys and values of the chunks seen so far, one row per sequence; the chunk of position i at place i mod S.
 
     key, value: see `Written`. length: [B] int32, how many chunks a row has seen. window: int32, how many
-    of the last chunks, with itself, each chunk sees. To see W chunks of a longer text, S has to be at
-    least W + L - 1, where L chunks are read at once, and such a read must not go over the end of the S places.
+    of the last chunks, with itself, each chunk sees: a number, or [B, L] for the L chunks of one read (see
+    `Packed`). To see W chunks of a longer text, S has to be at least W + L - 1, where L chunks are read at once,
+    and such a read must not go over the end of the S places.
     """
 
     key: Array
@@ -96,7 +115,7 @@ class KVCache(NamedTuple):
         last_B1 = self.length[:, None] + num_new - 1
         at_BS = last_B1 - (last_B1 - jnp.arange(size)) % size
         behind_BLS = (self.length[:, None] + jnp.arange(num_new))[..., None] - at_BS[:, None]
-        seen_BLS = (at_BS[:, None] >= 0) & (behind_BLS >= 0) & (behind_BLS < self.window)
+        seen_BLS = (at_BS[:, None] >= 0) & (behind_BLS >= 0) & (behind_BLS < self.window[..., None])
         return written, seen_BLS
 
     def attend(
@@ -110,8 +129,9 @@ class KVCache(NamedTuple):
 class Fork(NamedTuple):
     """A continuation of the first chunks of a cache that it only reads, with a small cache of its own.
 
-    It sees all of them, so the cache must hold every chunk from the first on. Under `vmap` over forks of one prefix, the prefix is held once. `prefix.length` is how many chunks
-    of it the fork sees.
+    It sees of them what the last one saw, and the cache must hold every chunk from the first on. Under `vmap` over
+    forks of one prefix, the prefix is held once. `prefix.length` is how many chunks of it there are for the fork, and
+    `prefix.window`, a number or [B, 1], how many of the last of these it sees.
     """
 
     prefix: KVCache
@@ -127,7 +147,10 @@ class Fork(NamedTuple):
         own = KVCache(
             room(prefix.key), room(prefix.value), jnp.zeros_like(prefix.length), jnp.int32(size)
         )
-        return Fork(prefix._replace(length=length_B), own)
+        window = prefix.window
+        if window.ndim:
+            window = jnp.take_along_axis(window, length_B[:, None] - 1, axis=1)
+        return Fork(prefix._replace(length=length_B, window=window), own)
 
     def next_position(self) -> Array:
         return self.prefix.length + self.own.length
@@ -150,7 +173,8 @@ class Fork(NamedTuple):
             )
             return jnp.where(mask_BLS[:, None, None], score, -jnp.inf)
 
-        seen_BS = jnp.arange(self.prefix.key.shape[1]) < self.prefix.length[:, None]
+        behind_BS = self.prefix.length[:, None] - jnp.arange(self.prefix.key.shape[1])
+        seen_BS = (behind_BS > 0) & (behind_BS <= self.prefix.window)
         shared = scores(self.prefix.key, seen_BS[:, None])
         weights = jax.nn.softmax(
             jnp.concatenate([shared, scores(written[0], own_mask_BLS)], axis=-1), axis=-1
@@ -161,8 +185,27 @@ class Fork(NamedTuple):
         return mixed.reshape(shape), written
 
 
-# What a forward pass may continue from.
-Memory = KVCache | Fork
+class Packed(NamedTuple):
+    """Whole blocks, nothing before them, of documents that do not see each other: equal numbers are one document's.
+
+    segment: [B, L] int32.
+    """
+
+    segment: Array
+
+    def next_position(self) -> Array:
+        """Positions run on over all documents: only differences of them matter."""
+        return jnp.zeros(len(self.segment), jnp.int32)
+
+    def window(self) -> Array:
+        """How many of the last chunks, with itself, each chunk sees, [B, L]."""
+        begins_BL = jnp.diff(self.segment, axis=1, prepend=self.segment[:, :1]) != 0
+        place_L = jnp.arange(self.segment.shape[1])
+        return place_L + 1 - jax.lax.cummax(jnp.where(begins_BL, place_L, 0), axis=1)
+
+
+# What a forward pass may continue from, or be divided by.
+Memory = KVCache | Fork | Packed
 
 
 class Attention(nn.Module):
@@ -184,9 +227,10 @@ class Attention(nn.Module):
         query_BLHA = rotate(project(config.num_heads, "query"), angle_BLA)
         key_BLGA = rotate(project(config.num_kv_heads, "key"), angle_BLA)
         value_BLGA = project(config.num_kv_heads, "value")
-        if memory is None:
-            mixed = jax.nn.dot_product_attention(query_BLHA, key_BLGA, value_BLGA, is_causal=True)
-            written = None
+        written = None
+        if memory is None or isinstance(memory, Packed):
+            segment_BL = None if memory is None else memory.segment
+            mixed = attention.attend(query_BLHA, key_BLGA, value_BLGA, segment_BL, config.attention)
         else:
             mixed, written = memory.attend(query_BLHA, key_BLGA, value_BLGA)
         output = linear(config.hidden_size, self.dtype, "output", axis=(-2, -1), use_bias=False)
@@ -205,8 +249,8 @@ class Block(nn.Module):
     ) -> tuple[Array, Written | None]:
         config = self.config
         norm = nn.RMSNorm(config.norm_epsilon, dtype=self.dtype, name="attention_norm")
-        attention = Attention(config, self.dtype, name="attention")
-        mixed, written = attention(norm(x_BLD), memory, angle_BLA)
+        mix = Attention(config, self.dtype, name="attention")
+        mixed, written = mix(norm(x_BLD), memory, angle_BLA)
         x_BLD = x_BLD + mixed
         norm = nn.RMSNorm(config.norm_epsilon, dtype=self.dtype, name="mlp_norm")
         mlp = SwiGLU(config.intermediate_size, self.dtype, name="mlp")
@@ -217,6 +261,8 @@ def _per_layer(memory: Memory | None) -> Any:
     """Which parts of a memory each layer has its own of (their first axis), and which all layers share."""
     if memory is None:
         return None
+    if isinstance(memory, Packed):
+        return Packed(nn.broadcast)
     if isinstance(memory, Fork):
         return Fork(_per_layer(memory.prefix), _per_layer(memory.own))
     return KVCache(0, 0, nn.broadcast, nn.broadcast)
@@ -240,7 +286,8 @@ class Transformer(nn.Module):
         first_B = jnp.zeros(batch, jnp.int32) if memory is None else memory.next_position()
         position_BL = first_B[:, None] + jnp.arange(num_new)
         angle_BLA = rotary_angles(position_BL, config.head_size, config.rope_theta)
-        block = nn.remat(Block, prevent_cse=False) if config.remat else Block
+        kept = _KEPT[config.remat]
+        block = Block if kept is None else nn.remat(Block, prevent_cse=False, policy=kept)
         layers = nn.scan(
             block,
             variable_axes={"params": 0},
@@ -251,4 +298,4 @@ class Transformer(nn.Module):
         with jax.named_scope("backbone"):
             x_BLD, written = layers(x_BLD.astype(self.dtype), memory, angle_BLA)
             x_BLD = nn.RMSNorm(config.norm_epsilon, dtype=self.dtype, name="norm")(x_BLD)
-        return x_BLD, None if memory is None else memory.extended(written, num_new)
+        return x_BLD, None if written is None else memory.extended(written, num_new)
