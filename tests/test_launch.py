@@ -20,8 +20,6 @@ from tests.stubs import CLUSTER, FOLDER, ON_PODS, POD, RECIPE, SLICE
 from tests.test_readme import has_key
 from tests.test_recipe import ROOT
 
-# Flags of calm_jax.main for more than one process.
-PROCESSES = {"distributed", "coordinator", "num_processes", "process_id"}
 # Every script and sub-command, as a dry run takes it.
 DRY_RUNS = {
     "single_host.sh": ("single_host.sh", RECIPE, "--config.data.train_files=a 'b'/*"),
@@ -116,7 +114,7 @@ def test_a_dry_run_prints_commands_that_the_package_has_and_does_nothing(case, p
     assert bool(asked) == (case not in alone)
     keys = calm_m.get_config()
     for module, flags in asked:
-        known = defined_flags(module)
+        known = defined_flags(module) | defined_flags("calm_jax.processes")
         for flag in flags:
             name, _, value = flag.removeprefix("--").partition("=")
             assert flag.startswith("--"), flag
@@ -124,7 +122,7 @@ def test_a_dry_run_prints_commands_that_the_package_has_and_does_nothing(case, p
                 assert has_key(keys, name.removeprefix("config.")), flag
             elif name.removeprefix("no") not in known:
                 # The command line of calm_jax.data.prepare is made of a config's fields.
-                assert module == "calm_jax.data.prepare" or name in PROCESSES, flag
+                assert module == "calm_jax.data.prepare", flag
             if name == "config":
                 assert (ROOT / value.partition(":")[0]).is_file()
 
