@@ -74,10 +74,36 @@ def check_batch(name: str, batch_size: int, mesh: Mesh) -> None:
         )
 
 
+def _ways() -> int:
+    """Over how many devices of the mesh that is set rows lie; 1 without one."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape.get(axis, 1) for axis in ("data", "fsdp"))
+
+
 def rows_per_device(rows: int) -> int:
     """How many rows of a global batch lie on one device of the mesh that is set; all of them without one."""
-    shape = jax.sharding.get_abstract_mesh().shape
-    return max(1, rows // math.prod(shape.get(axis, 1) for axis in ("data", "fsdp")))
+    return max(1, rows // _ways())
+
+
+def constrain(tree: Any) -> Any:
+    """The same arrays, whose first axis (rows, or positions of rows) lies as batches do, and no other axis over `fsdp`.
+
+    Without it the compiler may leave the weights where they lie and move activations instead. What does not divide
+    over the mesh that is set is left to the compiler.
+    """
+    ways = _ways()
+
+    def of_rows(x: jax.Array) -> jax.Array:
+        if ways == 1 or len(x) % ways:
+            return x
+        return jax.lax.with_sharding_constraint(x, BATCH)
+
+    return jax.tree.map(of_rows, tree)
+
+
+def gathered(x: jax.Array) -> jax.Array:
+    """A parameter, whole on every device; cast it before, so that fewer bytes move."""
+    return x if _ways() == 1 else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:

@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
 from calm_jax.losses import Posterior, clamped_kl, cross_entropy
-from calm_jax.models.layers import SwiGLU, linear, normal_init
+from calm_jax.mesh import constrain
+from calm_jax.models.layers import SwiGLU, embedding, linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ class ResidualMLP(nn.Module):
     def __call__(self, x: Array, _: None) -> tuple[Array, None]:
         norm = nn.RMSNorm(self.config.norm_epsilon, dtype=self.dtype, name="norm")
         mlp = SwiGLU(self.config.intermediate_size, self.dtype, name="mlp")
-        return x + mlp(norm(x)), None
+        return constrain(x + mlp(norm(x))), None
 
 
 def _stack(config: AutoencoderConfig, num_layers: int, dtype: DTypeLike) -> nn.Module:
@@ -95,9 +96,7 @@ class Autoencoder(nn.Module):
 
     def setup(self):
         config, dtype = self.config, self.dtype
-        self.embed = nn.Embed(
-            self.vocab_size, config.hidden_size, dtype=dtype, embedding_init=normal_init
-        )
+        self.embed = embedding(self.vocab_size, config.hidden_size, dtype)
         self.encoder_token_layers = _stack(config, config.num_encoder_layers // 2, dtype)
         self.squeeze = linear(config.hidden_size, dtype)
         self.encoder_chunk_layers = _stack(config, config.num_encoder_layers // 2, dtype)
@@ -113,8 +112,8 @@ class Autoencoder(nn.Module):
     def encode(self, tokens_PK: Array) -> Posterior:
         """Chunks of token ids [P, K] -> the posterior over their latents [P, Z]."""
         with jax.named_scope("encode"):
-            x_PKD, _ = self.encoder_token_layers(self.embed(tokens_PK), None)
-            x_PD = self.squeeze(x_PKD.reshape(len(tokens_PK), -1))
+            x_PKD, _ = self.encoder_token_layers(constrain(self.embed(tokens_PK)), None)
+            x_PD = constrain(self.squeeze(x_PKD.reshape(len(tokens_PK), -1)))
             x_PD, _ = self.encoder_chunk_layers(x_PD, None)
             both = self.to_posterior(self.encoder_norm(x_PD)).astype(jnp.float32)
             return Posterior(*jnp.split(both, 2, axis=-1))

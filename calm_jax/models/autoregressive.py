@@ -6,7 +6,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.heads.softmax import SoftmaxHead
-from calm_jax.models.layers import normal_init
+from calm_jax.models.layers import embedding
 from calm_jax.models.transformer import Memory, Transformer, TransformerConfig
 
 
@@ -19,9 +19,7 @@ class AutoregressiveLM(nn.Module):
     dtype: DTypeLike
 
     def setup(self):
-        self.embed = nn.Embed(
-            self.vocab_size, self.config.hidden_size, dtype=self.dtype, embedding_init=normal_init
-        )
+        self.embed = embedding(self.vocab_size, self.config.hidden_size, self.dtype)
         self.backbone = Transformer(self.config, self.dtype)
 
     def hidden(

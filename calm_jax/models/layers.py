@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from calm_jax.mesh import gathered
+
 # Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
 normal_init = nn.initializers.normal(0.02)
 
@@ -20,6 +22,23 @@ def linear(
     """A linear layer: `dtype` arithmetic over float32 parameters."""
     return nn.DenseGeneral(
         features, axis=axis, use_bias=use_bias, dtype=dtype, kernel_init=kernel_init, name=name
+    )
+
+
+def embedding(
+    vocab_size: int,
+    width: int,
+    dtype: DTypeLike,
+    init: nn.initializers.Initializer = normal_init,
+    name: str | None = None,
+) -> nn.Embed:
+    """A table of embeddings in `dtype`; a lookup reads the whole of it, so that rows stay where they are."""
+
+    def cast(*tables: Array, dtype: DTypeLike, inexact: bool) -> tuple[Array, ...]:
+        return tuple(gathered(table.astype(dtype)) for table in tables)
+
+    return nn.Embed(
+        vocab_size, width, dtype=dtype, embedding_init=init, promote_dtype=cast, name=name
     )
 
 
