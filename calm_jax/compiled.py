@@ -54,10 +54,11 @@ class _Instruction:
     shape: str
     opcode: str
     rest: str
+    is_root: bool
 
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
-_NAME = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
+_NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+[0-9]*(?:e[0-9]+m[0-9]+\w*)?)\[([0-9,]*)\]")
 _CALLED = re.compile(
@@ -116,7 +117,9 @@ def _split(line: str) -> _Instruction | None:
     found = _OPCODE.search(text, end)
     if not found:
         return None
-    return _Instruction(named[1], text[: found.start()], found[1], text[found.end() :])
+    return _Instruction(
+        named[2], text[: found.start()], found[1], text[found.end() :], bool(named[1])
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,21 +145,55 @@ class Program:
                     current.append(instruction)
         return Program({name: tuple(body) for name, body in computations.items()}, entry)
 
-    def _constants(self, name: str) -> Iterator[int]:
-        for instruction in self.computations[name]:
-            if instruction.opcode == "constant" and re.match(r"[su]\d+\[\]", instruction.shape):
-                yield int(instruction.rest.split(")")[0])
-            for called in _CALLED.findall(instruction.rest):
-                yield from self._constants(called)
-
-    def _trips(self, loop: _Instruction) -> int | None:
-        """How often a `while` runs: known to the compiler, or the one number that its condition compares with."""
+    def _trips(self, loop: _Instruction, body: Mapping[str, _Instruction]) -> int | None:
+        """How often a `while` of `body` runs: known to the compiler, or counted from its start, step and end."""
         known = _KNOWN.search(loop.rest)
         if known:
             return int(known[1])
-        condition = re.search(r"condition=%?([\w.\-]+)", loop.rest)
-        numbers = set(self._constants(condition[1])) if condition else set()
-        return numbers.pop() if len(numbers) == 1 else None
+        condition, inner = (self._named(loop, part) for part in ("condition", "body"))
+        compare = self._root(condition)
+        if compare is not None and compare.opcode == "fusion":
+            # The number that is compared with may be inside or beside; the counter is the other operand.
+            compare = self._compared(compare, condition)
+        if compare is None or "direction=LT" not in compare.rest:
+            return None
+        counter, end = (condition.get(name) for name in _operands(compare)[:2])
+        if counter is None or end is None or counter.opcode != "get-tuple-element":
+            return None
+        index, last = _index(counter), _number(end)
+        root = self._root(inner)
+        if last is None or root is None or root.opcode != "tuple":
+            return None
+        step = _step(inner, _operands(root)[index], index)
+        start = _start(body, loop, index)
+        return None if not step else max(0, -(-(last - start) // step))
+
+    def _compared(
+        self, fusion: _Instruction, condition: Mapping[str, _Instruction]
+    ) -> _Instruction | None:
+        """A fused comparison with the operands that its computation has outside."""
+        inner = self._named(fusion, "calls")
+        root = self._root(inner)
+        if root is None or root.opcode != "compare":
+            return None
+        outside = []
+        for name in _operands(root):
+            operand = inner[name]
+            if operand.opcode == "parameter":
+                outside.append(_operands(fusion)[int(operand.rest.split(")")[0])])
+            else:
+                # A constant of the fusion's own; it cannot clash, as names are a program's own.
+                condition[name] = operand
+                outside.append(name)
+        return dataclasses.replace(root, rest=", ".join(outside) + ")" + root.rest.partition(")")[2])
+
+    def _named(self, instruction: _Instruction, part: str) -> dict[str, _Instruction]:
+        found = re.search(rf"\b{part}=%?([\w.\-]+)", instruction.rest)
+        return {one.name: one for one in self.computations[found[1]]} if found else {}
+
+    @staticmethod
+    def _root(body: Mapping[str, _Instruction]) -> _Instruction | None:
+        return next((one for one in body.values() if one.is_root), None)
 
     def runs(self) -> tuple[dict[str, int], tuple[str, ...]]:
         """How often a step runs each computation; and the loops whose number is not known, counted once."""
@@ -165,13 +202,14 @@ class Program:
 
         def visit(name: str, count: int) -> None:
             times[name] += count
-            for instruction in self.computations.get(name, ()):
+            body = {one.name: one for one in self.computations.get(name, ())}
+            for instruction in body.values():
                 called = _CALLED.findall(instruction.rest)
                 for branches in _BRANCHES.findall(instruction.rest):
                     called += [branch.strip().lstrip("%") for branch in branches.split(",")]
                 trips = 1
                 if instruction.opcode == "while":
-                    found = self._trips(instruction)
+                    found = self._trips(instruction, body)
                     if found is None:
                         unknown.append(instruction.name)
                     trips = found or 1
@@ -184,13 +222,65 @@ class Program:
     def collectives(self, num_devices: int) -> list[Collective]:
         """Every collective that a step runs, on one of `num_devices`."""
         times, _ = self.runs()
-        found = []
+        found: dict[str, Collective] = {}
         for name, count in times.items():
             for instruction in self.computations.get(name, ()):
                 kind = instruction.opcode.removesuffix("-start")
-                if kind in KINDS and count:
-                    found.append(_collective(kind, instruction, count, num_devices))
-        return found
+                if kind not in KINDS or not count:
+                    continue
+                # One that is spread over a chain of fusions (a TPU's asynchronous ones) stands in each of them, under
+                # one channel; the first and the last of them run as often as it does, those between may be in a loop.
+                channel = re.search(r"channel_id=(\d+)", instruction.rest)
+                key = channel[1] if channel else f"{name}/{instruction.name}"
+                if key in found:
+                    count = min(count, found[key].times)
+                found[key] = _collective(kind, instruction, count, num_devices)
+        return list(found.values())
+
+
+def _operands(instruction: _Instruction) -> list[str]:
+    return re.findall(r"%?([\w.\-]+)(?:,|$)", instruction.rest.partition(")")[0])
+
+
+def _index(instruction: _Instruction) -> int:
+    return int(re.search(r"index=(\d+)", instruction.rest)[1])
+
+
+def _number(instruction: _Instruction | None) -> int | None:
+    if instruction is None or instruction.opcode != "constant":
+        return None
+    text = instruction.rest.partition(")")[0]
+    return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+
+def _step(body: Mapping[str, _Instruction], name: str, index: int) -> int | None:
+    """What a loop's body adds to the counter at `index` of its tuple; None where it is not plain additions."""
+    instruction = body.get(name)
+    if instruction is None:
+        return None
+    if instruction.opcode == "get-tuple-element":
+        return 0 if _index(instruction) == index else None
+    operands = _operands(instruction)
+    if instruction.opcode in ("copy", "bitcast"):
+        return _step(body, operands[0], index)
+    if instruction.opcode != "add":
+        return None
+    for one, other in (operands, operands[::-1]):
+        number, before = _number(body.get(other)), _step(body, one, index)
+        if number is not None and before is not None:
+            return before + number
+    return None
+
+
+def _start(body: Mapping[str, _Instruction], loop: _Instruction, index: int) -> int:
+    """Where a loop's counter begins: 0 unless a constant is seen to be put there."""
+    given = body.get(_operands(loop)[0])
+    if given is None or given.opcode != "tuple":
+        return 0
+    first = body.get(_operands(given)[index])
+    while first is not None and first.opcode in ("copy", "bitcast"):
+        first = body.get(_operands(first)[0])
+    return _number(first) or 0
 
 
 def _collective(

@@ -1,6 +1,7 @@
 """The device mesh and the one table that says how every array lies on it."""
 
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
@@ -101,9 +102,38 @@ def constrain(tree: Any) -> Any:
     return jax.tree.map(of_rows, tree)
 
 
+@jax.custom_vjp
 def gathered(x: jax.Array) -> jax.Array:
-    """A parameter, whole on every device; cast it before, so that fewer bytes move."""
+    """A parameter, whole on every device; cast it before, so that fewer bytes move.
+
+    Its gradient is not gathered: it ends where the parameter lies.
+    """
     return x if _ways() == 1 else jax.lax.with_sharding_constraint(x, PartitionSpec())
+
+
+gathered.defvjp(lambda x: (gathered(x), None), lambda _, gradient: (gradient,))
+
+
+def product(
+    x: jax.Array,
+    kernel: jax.Array,
+    dimension_numbers: jax.lax.DotDimensionNumbers,
+    precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
+    """`lax.dot_general` of activations and a parameter, the smaller of which moves to the other.
+
+    A parameter that is gathered is gathered anew for the gradient and not kept. With a tensor axis, over which it is to
+    stay split, the compiler decides.
+    """
+    tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
+    if _ways() == 1 or tensor > 1 or len(x) % _ways() or x.size < kernel.size:
+        return jax.lax.dot_general(x, kernel, dimension_numbers, precision)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def with_whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, gathered(kernel), dimension_numbers, precision)
+
+    return with_whole(x, kernel)
 
 
 def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -129,6 +159,17 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: NamedSharding(mesh, spec_of(path_of(path), leaf.shape, mesh)), tree
     )
+
+
+def laid_out(tree: Any) -> Any:
+    """The same arrays, on the mesh that is set as the table has them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return tree
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: spec_of(path_of(path), leaf.shape, mesh), tree
+    )
+    return jax.lax.with_sharding_constraint(tree, specs)
 
 
 def global_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:

@@ -19,7 +19,7 @@ from calm_jax.data.pipeline import TrainingText, training_batches
 from calm_jax.errors import Interrupted, UserError
 from calm_jax.evaluate import Evaluator
 from calm_jax.interrupt import NoteSignal
-from calm_jax.mesh import global_batch, shardings
+from calm_jax.mesh import global_batch, laid_out, shardings
 from calm_jax.metrics import MetricsLog, Progress
 from calm_jax.optim import OptimizerConfig, make_optimizer, make_schedule
 from calm_jax.streams import stream
@@ -88,7 +88,7 @@ def make_step(
             return metrics["loss"][0], metrics
 
         gradient, metrics = jax.grad(loss_sum, has_aux=True)(params)
-        return gradient, metrics
+        return laid_out(gradient), metrics
 
     def step(state: TrainState, frozen: Params, batch: Batch) -> TrainState:
         rows = len(batch["tokens"])

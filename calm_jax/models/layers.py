@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.mesh import gathered
+from calm_jax.mesh import gathered, product
 
 # Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
 normal_init = nn.initializers.normal(0.02)
@@ -21,7 +21,13 @@ def linear(
 ) -> nn.DenseGeneral:
     """A linear layer: `dtype` arithmetic over float32 parameters."""
     return nn.DenseGeneral(
-        features, axis=axis, use_bias=use_bias, dtype=dtype, kernel_init=kernel_init, name=name
+        features,
+        axis=axis,
+        use_bias=use_bias,
+        dtype=dtype,
+        kernel_init=kernel_init,
+        dot_general=product,
+        name=name,
     )
 
 
