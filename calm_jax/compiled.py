@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 # By how a collective is called in HLO; an asynchronous one is a pair whose beginning ends in -start.
 KINDS = (
@@ -185,7 +185,9 @@ class Program:
                 # A constant of the fusion's own; it cannot clash, as names are a program's own.
                 condition[name] = operand
                 outside.append(name)
-        return dataclasses.replace(root, rest=", ".join(outside) + ")" + root.rest.partition(")")[2])
+        return dataclasses.replace(
+            root, rest=", ".join(outside) + ")" + root.rest.partition(")")[2]
+        )
 
     def _named(self, instruction: _Instruction, part: str) -> dict[str, _Instruction]:
         found = re.search(rf"\b{part}=%?([\w.\-]+)", instruction.rest)
@@ -283,9 +285,7 @@ def _start(body: Mapping[str, _Instruction], loop: _Instruction, index: int) -> 
     return _number(first) or 0
 
 
-def _collective(
-    kind: str, instruction: _Instruction, times: int, num_devices: int
-) -> Collective:
+def _collective(kind: str, instruction: _Instruction, times: int, num_devices: int) -> Collective:
     group = _group(instruction.rest, num_devices)
     parts = _parts(instruction.shape)
     if instruction.opcode.endswith("-start") and kind != "all-reduce":

@@ -24,7 +24,7 @@ from calm_jax.mesh import check_batch, make_mesh
 from calm_jax.metrics import MetricsLog, finite
 from calm_jax.packed import Text, read_corpus
 from calm_jax.tasks import AutoencoderTask, LmTask, Params
-from calm_jax.train import Profile, Stage, Trainer
+from calm_jax.train import Profile, Stage, Trainer, check_batches
 from calm_jax.workdir import Workdir, make_autoencoder_task, make_lm_task
 
 
@@ -298,10 +298,7 @@ def _refuse_converted(workdir: Workdir) -> None:
 def prepare(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Run:
     """Checks everything that can be checked before long work, then makes or opens the workdir."""
     for name in config.stages:
-        batch_size = getattr(config, name).training.batch_size
-        check_batch(f"{name}.training.batch_size", batch_size, mesh)
-        micro = batch_size // getattr(config, name).training.accumulation_steps
-        check_batch(f"{name}.training.batch_size / accumulation_steps", micro, mesh)
+        check_batches(name, getattr(config, name).training, mesh)
     check_batch("eval.batch_size", config.eval.batch_size, mesh)
     workdir.refuse_foreign()
     if overwrite:

@@ -7,6 +7,7 @@ import sys
 import pytest
 from absl import flags
 
+from calm_jax.command import parse_recipe_flags
 from tests.test_recipe import ROOT
 from tests.tiny_model import run_generate, tiny
 
@@ -21,6 +22,7 @@ def text(tmp_path):
 def refuse(capsys, monkeypatch, *args: str) -> str:
     """The one line on stderr of `python -m calm_jax.main ...`, in this process."""
     from calm_jax import main
+from calm_jax.command import parse_recipe_flags
 
     values = flags.FLAGS
     values.unparse_flags()
@@ -29,7 +31,7 @@ def refuse(capsys, monkeypatch, *args: str) -> str:
     # Where ml_collections looks for the keys that are overridden.
     monkeypatch.setattr(sys, "argv", ["main", *args])
     with pytest.raises(SystemExit) as exit_:
-        main.main(main._parse_flags(["main", *args]))
+        main.main(parse_recipe_flags(["main", *args]))
     assert exit_.value.code == 2
     out = capsys.readouterr()
     lines = out.err.strip().splitlines()
