@@ -101,19 +101,24 @@ def _bytes(shape: str) -> float:
     return sum(_size(*match) for match in _ARRAY.findall(shape))
 
 
+def _closing(text: str) -> int:
+    """Where the parenthesis is closed that a text begins with."""
+    depth = 0
+    for place, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if not depth:
+            return place
+    return 0
+
+
 def _split(line: str) -> _Instruction | None:
     """An instruction's line."""
     named = _NAME.match(line)
     if not named:
         return None
-    text, depth = line[named.end() :], 0
+    text = line[named.end() :]
     # A tuple's shape holds spaces and parentheses, also in its layouts.
-    end = 0
-    if text.startswith("("):
-        for end, character in enumerate(text):
-            depth += (character == "(") - (character == ")")
-            if not depth:
-                break
+    end = _closing(text) if text.startswith("(") else 0
     found = _OPCODE.search(text, end)
     if not found:
         return None

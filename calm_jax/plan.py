@@ -9,6 +9,7 @@ of jax's version, installed with --no-deps. No accelerator is touched.
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import sys
@@ -26,7 +27,7 @@ from calm_jax.atomic import write_atomically
 from calm_jax.command import command, parse_recipe_flags
 from calm_jax.config import Config, resolve
 from calm_jax.errors import UserError
-from calm_jax.metrics import console, duration
+from calm_jax.metrics import console, duration, finite
 from calm_jax.planner import Lowered, Plan, Try, advice, compile_plan, fit, prepare
 from calm_jax.topology import of_family, parse
 
@@ -81,10 +82,9 @@ def _rows(plan: Plan, efficiency: float, price: float) -> list[tuple[str, str]]:
     rows.append(("tokens a step", f"{plan.tokens:,}"))
     again = f", and {plan.recomputed:.3g} recomputed" if plan.recomputed else ""
     rows.append(("FLOPs a step", f"{plan.flops:.4g}{again}"))
-    if plan.collectives:
-        rows.append(
-            ("by XLA, a device", f"{plan.xla_flops:.4g} with each loop's body counted once")
-        )
+    if not math.isnan(plan.xla_flops):
+        counted = f"{plan.xla_flops:.4g}, each loop's body counted once"
+        rows.append(("by XLA, a device", counted))
     rows += [(f"memory: {kind}", _size(size)) for kind, size in plan.memory.items()]
     left = plan.available - plan.needed
     rows.append(("memory a device", f"{_size(plan.needed)} of {_size(plan.available)}"))
@@ -170,7 +170,7 @@ def main(argv: list[str]) -> int:
         record = {"tries": {str(one.topology): one.why_not for one in tries}}
         if plan is not None:
             record |= _record(plan, _EFFICIENCY.value, _PRICE.value)
-        write_atomically(pathlib.Path(_OUTPUT.value), json.dumps(record, indent=2) + "\n")
+        write_atomically(pathlib.Path(_OUTPUT.value), json.dumps(finite(record), indent=2) + "\n")
     if plan is None:
         raise UserError(
             f"--fit={_FIT.value}: no size can be tried; mesh and batch do not go together"

@@ -22,7 +22,6 @@ def text(tmp_path):
 def refuse(capsys, monkeypatch, *args: str) -> str:
     """The one line on stderr of `python -m calm_jax.main ...`, in this process."""
     from calm_jax import main
-from calm_jax.command import parse_recipe_flags
 
     values = flags.FLAGS
     values.unparse_flags()
