@@ -114,6 +114,23 @@ def gathered(x: jax.Array) -> jax.Array:
 gathered.defvjp(lambda x: (gathered(x), None), lambda _, gradient: (gradient,))
 
 
+def gathered_kernel(kernel: jax.Array) -> jax.Array:
+    """The same for what a tensor axis would keep split: with one, the compiler decides."""
+    tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
+    return kernel if tensor > 1 else gathered(kernel)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gathered_in(dtype: jax.typing.DTypeLike, x: jax.Array) -> jax.Array:
+    """The same for a parameter that is cast to `dtype` where it is used: it moves in it, and its gradients add up in `x`'s."""
+    return x if _ways() == 1 else gathered(x.astype(dtype)).astype(x.dtype)
+
+
+gathered_in.defvjp(
+    lambda dtype, x: (gathered_in(dtype, x), None), lambda dtype, _, gradient: (gradient,)
+)
+
+
 def product(
     x: jax.Array,
     kernel: jax.Array,
@@ -122,16 +139,14 @@ def product(
 ) -> jax.Array:
     """`lax.dot_general` of activations and a parameter, the smaller of which moves to the other.
 
-    A parameter that is gathered is gathered anew for the gradient and not kept. With a tensor axis, over which it is to
-    stay split, the compiler decides.
+    A parameter that is gathered is gathered anew for the gradient and not kept.
     """
-    tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
-    if _ways() == 1 or tensor > 1 or len(x) % _ways() or x.size < kernel.size:
+    if _ways() == 1 or len(x) % _ways() or x.size < kernel.size:
         return jax.lax.dot_general(x, kernel, dimension_numbers, precision)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def with_whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(x, gathered(kernel), dimension_numbers, precision)
+        return jax.lax.dot_general(x, gathered_kernel(kernel), dimension_numbers, precision)
 
     return with_whole(x, kernel)
 

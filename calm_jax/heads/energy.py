@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
 from calm_jax.losses import Posterior, energy_score
-from calm_jax.mesh import constrain, gathered
+from calm_jax.mesh import constrain, gathered_kernel
 from calm_jax.models.layers import layer_norm, linear, normal_init
 
 
@@ -58,7 +58,7 @@ class NoiseBlock(nn.Module):
         kernel = self.param("input_kernel", normal_init, (2 * width, width)).astype(self.dtype)
         bias = self.param("input_bias", nn.initializers.zeros, (width,)).astype(self.dtype)
         normed_PND = layer_norm(self.norm_epsilon, self.dtype, "norm")(x_PND)
-        kernel = gathered(kernel)
+        kernel = gathered_kernel(kernel)
         once_PD = condition_PD @ kernel[width:] + bias
         a_PND = nn.silu(normed_PND @ kernel[:width] + once_PD[:, None])
         a_PND = nn.silu(linear(width, self.dtype, "hidden")(a_PND))
