@@ -131,6 +131,22 @@ gathered_in.defvjp(
 )
 
 
+def each_group(x: jax.Array, rows: jax.Array) -> jax.Array | None:
+    """A parameter once for each place along the data axis, [data, ...], for that group's rows; None if one axis has them all,
+    or the rows do not divide.
+
+    Its gradient then is summed in two steps, scattered over `fsdp` first, so that only shards are summed over `data`. For one
+    array the compiler sums whole gradients over all devices.
+    """
+    shape = jax.sharding.get_abstract_mesh().shape
+    groups = shape.get("data", 1)
+    if groups == 1 or shape.get("fsdp", 1) == 1 or len(rows) % _ways():
+        return None
+    free = (PartitionSpec.UNCONSTRAINED,) * x.ndim
+    copies = jax.numpy.broadcast_to(x, (groups, *x.shape))
+    return jax.lax.with_sharding_constraint(copies, PartitionSpec("data", *free))
+
+
 def product(
     x: jax.Array,
     kernel: jax.Array,
@@ -144,9 +160,18 @@ def product(
     if _ways() == 1 or len(x) % _ways() or x.size < kernel.size:
         return jax.lax.dot_general(x, kernel, dimension_numbers, precision)
 
+    def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, kernel, dimension_numbers, precision)
+
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def with_whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(x, gathered_kernel(kernel), dimension_numbers, precision)
+        kernel = gathered_kernel(kernel)
+        kernels = each_group(kernel, x)
+        if kernels is None:
+            return dot(x, kernel)
+        groups = len(kernels)
+        parts = jax.vmap(dot)(x.reshape(groups, len(x) // groups, *x.shape[1:]), kernels)
+        return parts.reshape(len(x), *parts.shape[2:])
 
     return with_whole(x, kernel)
 

@@ -219,12 +219,19 @@ def compile_plan(lowered: Lowered) -> Plan:
         for one in read.collectives(num_devices):
             before = collectives.get(one.kind, Traffic(0, 0.0))
             collectives[one.kind] = Traffic(before.count + one.times, before.bytes + one.moved)
-    sharded = lowered.mesh.shape["fsdp"]
-    ideal = sizes.fsdp_traffic(config, stage, vocab_size, section.training.accumulation_steps)
+    mesh = dict(lowered.mesh.shape)
+    ideal = sizes.fsdp_traffic(
+        config,
+        stage,
+        vocab_size,
+        section.training.accumulation_steps,
+        mesh["data"],
+        mesh["fsdp"],
+    )
     per_token = flops.training(config, stage, vocab_size)
     return Plan(
         topology=str(topology),
-        mesh=dict(lowered.mesh.shape),
+        mesh=mesh,
         stage=stage,
         parameters=sizes.trained(config, stage, vocab_size),
         frozen=sizes.frozen(config, stage, vocab_size),
@@ -237,7 +244,7 @@ def compile_plan(lowered: Lowered) -> Plan:
         needed=sum(memory.values()),
         available=available,
         collectives=collectives,
-        ideal_traffic=ideal * (sharded - 1) / sharded,
+        ideal_traffic=ideal,
         unknown_loops=unknown,
         num_steps=section.training.num_steps,
         accelerator=accelerator,

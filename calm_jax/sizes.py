@@ -103,13 +103,17 @@ def cache_bytes(config: Config, batch: int, context: int) -> int:
     return batch * chunks * each * _BYTES[config.compute_dtype]
 
 
-def fsdp_traffic(config: Config, stage: str, vocab_size: int, microbatches: int) -> float:
-    """Bytes of whole arrays that fully sharded training moves in a step, of which each of n devices receives (n - 1) / n.
+def fsdp_traffic(
+    config: Config, stage: str, vocab_size: int, microbatches: int, data: int, fsdp: int
+) -> float:
+    """Bytes that each device receives in a step of ideal fully sharded training, where nothing moves but this.
 
-    For each microbatch: every trained parameter gathered once forward and once backward, and its gradient scattered
-    once, in the precision of the arithmetic; of the frozen autoencoder, its encoder and embeddings once, in float32. Nothing else moves.
+    For each microbatch: every trained parameter gathered once forward and once backward, and its gradient scattered once,
+    in the precision of the arithmetic; of the frozen autoencoder, its encoder and embeddings once, in float32. And for each
+    step, where the mesh has a data axis, the sum over it of a device's shard of the gradients, there and back.
     """
     ours = sum(trained(config, stage, vocab_size).values()) * _BYTES[config.compute_dtype]
     parts = frozen(config, stage, vocab_size)
     read = parts.get("encoder", 0) + parts.get("token embeddings", 0)
-    return microbatches * (3.0 * ours + read * _BYTES_OF_FLOAT32)
+    whole = microbatches * (3.0 * ours + read * _BYTES_OF_FLOAT32)
+    return whole * (fsdp - 1) / fsdp + 2 * (data - 1) / data * ours / fsdp

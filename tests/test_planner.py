@@ -304,20 +304,17 @@ NARROW_M = [
 @pytest.mark.slow
 @need_tpu
 @pytest.mark.parametrize("mesh", [("v5e:4x4", 1, 16), ("v5e:4x4", 2, 8)], ids=["fsdp", "data-fsdp"])
-@pytest.mark.parametrize("accumulation", [1])
-def test_a_sharded_step_moves_parameters_alone(tmp_path, mesh, accumulation):
-    """No more than 1.1 times what ideal FSDP moves; over data, gradients are summed besides, a shard of each."""
+def test_a_sharded_step_moves_parameters_alone(tmp_path, mesh):
+    """No more than 1.1 times what ideal FSDP moves."""
     name, data, fsdp = mesh
     done = plan(
         *NARROW_M,
         f"--topology={name}",
         f"--config.mesh.data={data}",
         f"--config.mesh.fsdp={fsdp}",
-        f"--config.lm.training.accumulation_steps={accumulation}",
         f"--output={tmp_path / 'plan.json'}",
     )
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "plan.json").read_text())
-    sums = 2 * (data - 1) / data * 4 * sum(record["parameters"].values()) / fsdp
-    assert record["traffic"] <= 1.1 * record["ideal_traffic"] + accumulation * sums
+    assert record["traffic"] <= 1.1 * record["ideal_traffic"]
     assert record["traffic"] >= 0.5 * record["ideal_traffic"]

@@ -46,9 +46,13 @@ def test_bytes_of_the_cache_are_those_of_the_arrays():
 def test_ideal_traffic_is_three_passes_over_what_is_trained():
     config = resolve(calm_m.get_config())
     trained = sum(sizes.trained(config, "autoencoder", 1000).values())
-    assert sizes.fsdp_traffic(config, "autoencoder", 1000, 2) == 2 * 3 * 2 * trained
+    four = sizes.fsdp_traffic(config, "autoencoder", 1000, 2, 1, 4)
+    assert four == 2 * 3 * 2 * trained * 3 / 4
+    # Over data, each device's quarter there and back, once for both microbatches.
+    both = sizes.fsdp_traffic(config, "autoencoder", 1000, 2, 2, 4)
+    assert both - four == 2 * 2 * trained / 4 / 2
     # The frozen decoder is never read in training.
     frozen = sizes.frozen(config, "lm", 1000)
     read = sum(frozen.values()) - frozen["decoder"]
     trained = sum(sizes.trained(config, "lm", 1000).values())
-    assert sizes.fsdp_traffic(config, "lm", 1000, 1) == 6 * trained + 4 * read
+    assert sizes.fsdp_traffic(config, "lm", 1000, 1, 1, 2) == (6 * trained + 4 * read) / 2

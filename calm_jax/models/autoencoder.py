@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from calm_jax.errors import UserError
 from calm_jax.losses import Posterior, clamped_kl, cross_entropy
 from calm_jax.mesh import constrain
-from calm_jax.models.layers import SwiGLU, embedding, linear
+from calm_jax.models.layers import SwiGLU, linear, look_up, normal_init
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,9 @@ class Autoencoder(nn.Module):
 
     def setup(self):
         config, dtype = self.config, self.dtype
-        self.embed = embedding(self.vocab_size, config.hidden_size, dtype)
+        self.embed = nn.Embed(
+            self.vocab_size, config.hidden_size, dtype=dtype, embedding_init=normal_init
+        )
         self.encoder_token_layers = _stack(config, config.num_encoder_layers // 2, dtype)
         self.squeeze = linear(config.hidden_size, dtype)
         self.encoder_chunk_layers = _stack(config, config.num_encoder_layers // 2, dtype)
@@ -112,7 +114,7 @@ class Autoencoder(nn.Module):
     def encode(self, tokens_PK: Array) -> Posterior:
         """Chunks of token ids [P, K] -> the posterior over their latents [P, Z]."""
         with jax.named_scope("encode"):
-            x_PKD, _ = self.encoder_token_layers(constrain(self.embed(tokens_PK)), None)
+            x_PKD, _ = self.encoder_token_layers(constrain(look_up(self.embed, tokens_PK)), None)
             x_PD = constrain(self.squeeze(x_PKD.reshape(len(tokens_PK), -1)))
             x_PD, _ = self.encoder_chunk_layers(x_PD, None)
             both = self.to_posterior(self.encoder_norm(x_PD)).astype(jnp.float32)

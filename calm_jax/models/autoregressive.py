@@ -6,7 +6,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.heads.softmax import SoftmaxHead
-from calm_jax.models.layers import embedding
+from calm_jax.models.layers import look_up, normal_init
 from calm_jax.models.transformer import Memory, Transformer, TransformerConfig
 
 
@@ -19,7 +19,9 @@ class AutoregressiveLM(nn.Module):
     dtype: DTypeLike
 
     def setup(self):
-        self.embed = embedding(self.vocab_size, self.config.hidden_size, self.dtype)
+        self.embed = nn.Embed(
+            self.vocab_size, self.config.hidden_size, dtype=self.dtype, embedding_init=normal_init
+        )
         self.backbone = Transformer(self.config, self.dtype)
 
     def hidden(
@@ -27,7 +29,7 @@ class AutoregressiveLM(nn.Module):
     ) -> tuple[Array, Memory | None]:
         """Hidden states [B, L, D]; the one at token i is what token i+1 is predicted from."""
         with jax.named_scope("embed"):
-            x_BLD = self.embed(tokens_BLK[..., 0])
+            x_BLD = look_up(self.embed, tokens_BLK[..., 0])
         return self.backbone(x_BLD, memory)
 
     def log_probs(self, h_PD: Array) -> Array:

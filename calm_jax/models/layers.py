@@ -1,11 +1,12 @@
 """Layers that more than one network is made of."""
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.mesh import gathered, product
+from calm_jax.mesh import constrain, each_group, gathered, product
 
 # Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
 normal_init = nn.initializers.normal(0.02)
@@ -31,21 +32,15 @@ def linear(
     )
 
 
-def embedding(
-    vocab_size: int,
-    width: int,
-    dtype: DTypeLike,
-    init: nn.initializers.Initializer = normal_init,
-    name: str | None = None,
-) -> nn.Embed:
-    """A table of embeddings in `dtype`; a lookup reads the whole of it, so that rows stay where they are."""
-
-    def cast(*tables: Array, dtype: DTypeLike, inexact: bool) -> tuple[Array, ...]:
-        return tuple(gathered(table.astype(dtype)) for table in tables)
-
-    return nn.Embed(
-        vocab_size, width, dtype=dtype, embedding_init=init, promote_dtype=cast, name=name
-    )
+def look_up(embed: nn.Embed, tokens: Array) -> Array:
+    """The embeddings of tokens, as `embed(tokens)`; rows stay where they are, and the table comes to them."""
+    table = gathered(embed.embedding.astype(embed.dtype))
+    tables = each_group(table, tokens)
+    if tables is None:
+        return jnp.take(table, tokens, axis=0)
+    parts = tokens.reshape(len(tables), -1, *tokens.shape[1:])
+    take = jax.vmap(lambda table, tokens: jnp.take(table, tokens, axis=0))
+    return constrain(take(tables, parts).reshape(*tokens.shape, -1))
 
 
 def layer_norm(
