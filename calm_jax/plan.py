@@ -3,8 +3,8 @@
 python -m calm_jax.plan --config=configs/calm_xl.py --topology=v5e:16x16 --config.mesh.data=16 --config.mesh.fsdp=16
 python -m calm_jax.plan --config=configs/calm_m.py --fit=v5e --price_per_hour=1.2
 
-Needs pip install 'calm_jax[plan]' for TPUs (v4, v5e, v5p, v6e), and for NVIDIA (h100) the wheels jax-cuda13-plugin and jax-cuda13-pjrt
-of jax's version, installed with --no-deps. No accelerator is touched.
+Needs pip install 'calm_jax[plan]' for TPUs (v4, v5e, v5p, v6e) and 'calm_jax[plan_cuda]' for NVIDIA (h100). No accelerator
+is touched. Exit status 1: it does not fit.
 """
 
 import dataclasses

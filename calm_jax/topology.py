@@ -90,8 +90,7 @@ class Topology:
             return _tpus(self)
         _need(
             "jax_plugins.xla_cuda13",
-            f"--topology={self}: compiling for NVIDIA needs pip install --no-deps "
-            f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}",
+            f"--topology={self}: compiling for NVIDIA needs pip install 'calm_jax[plan_cuda]'",
         )
         return _gpus(self)
 
