@@ -3,6 +3,7 @@
 import functools
 import logging as logging_lib
 import os
+import pathlib
 import sys
 from collections.abc import Callable
 
@@ -47,6 +48,45 @@ def parse_config_flags(config: ConfigDict) -> Callable[[list[str]], list[str]]:
         sys.exit(2)
 
     return parse
+
+
+def parse_recipe_flags(argv: list[str]) -> list[str]:
+    """The same for a command whose `--config` names a recipe's file."""
+    recipe_flag = _recipe_flag(argv)
+    try:
+        file = recipe_flag.partition(":")[0]
+        if file and not pathlib.Path(file).is_file():
+            raise UserError(f"--config={recipe_flag}: there is no file {file}")
+        return flags.FLAGS(argv)
+    except UserError as error:
+        message = str(error)
+    except (AttributeError, KeyError) as error:
+        message = _unknown_key_of_recipe(argv, recipe_flag) or f"--config={recipe_flag}: {error!r}"
+    except (TypeError, ValueError, OSError, ImportError, SyntaxError, flags.Error) as error:
+        message = " ".join(str(error).split())
+        if "get_config() takes 0 positional" in message:
+            message = f"--config={recipe_flag}: this recipe takes no argument after a colon"
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _recipe_flag(argv: list[str]) -> str:
+    """The last value of --config, as `--config=FILE` or `--config FILE`; empty if there is none."""
+    value = ""
+    for arg, after in zip(argv, [*argv[1:], ""], strict=True):
+        name, is_given, text = arg.partition("=")
+        if name in ("--config", "-config"):
+            value = text if is_given else after
+    return value
+
+
+def _unknown_key_of_recipe(argv: list[str], recipe_flag: str) -> str:
+    """Names the first `--config.KEY` that the recipe does not have; empty if it has them all."""
+    alone = [argv[0], f"--config={recipe_flag}"]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=alone)
+    values(alone)
+    return unknown_key(argv, values.config)
 
 
 def unknown_key(argv: list[str], config: ConfigDict) -> str:

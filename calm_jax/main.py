@@ -7,13 +7,12 @@ Every process of several runs this command (see `calm_jax.processes`).
 
 import pathlib
 import re
-import sys
 
 from absl import app, flags
 from ml_collections import config_flags
 
 from calm_jax import processes, recipe
-from calm_jax.command import command, unknown_key
+from calm_jax.command import command, parse_recipe_flags
 from calm_jax.config import resolve
 from calm_jax.errors import UserError
 from calm_jax.train import Profile
@@ -39,45 +38,6 @@ def _default_workdir(config_flag: str) -> pathlib.Path:
         return pathlib.Path(argument)
     suffix = "-" + re.sub(r"[^\w.=-]+", "-", argument) if argument else ""
     return pathlib.Path("runs") / (name + suffix)
-
-
-def _parse_flags(argv: list[str]) -> list[str]:
-    """Parses flags; what is wrong with them is one line instead of a traceback."""
-    recipe_flag = _recipe_flag(argv)
-    try:
-        file = recipe_flag.partition(":")[0]
-        if file and not pathlib.Path(file).is_file():
-            raise UserError(f"--config={recipe_flag}: there is no file {file}")
-        return flags.FLAGS(argv)
-    except UserError as error:
-        message = str(error)
-    except (AttributeError, KeyError) as error:
-        message = _unknown_key(argv, recipe_flag) or f"--config={recipe_flag}: {error!r}"
-    except (TypeError, ValueError, OSError, ImportError, SyntaxError, flags.Error) as error:
-        message = " ".join(str(error).split())
-        if "get_config() takes 0 positional" in message:
-            message = f"--config={recipe_flag}: this recipe takes no argument after a colon"
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-def _recipe_flag(argv: list[str]) -> str:
-    """The last value of --config, as `--config=FILE` or `--config FILE`; empty if there is none."""
-    value = ""
-    for arg, after in zip(argv, [*argv[1:], ""], strict=True):
-        name, is_given, text = arg.partition("=")
-        if name in ("--config", "-config"):
-            value = text if is_given else after
-    return value
-
-
-def _unknown_key(argv: list[str], recipe_flag: str) -> str:
-    """Names the first `--config.KEY` that the recipe does not have; empty if it has them all."""
-    alone = [argv[0], f"--config={recipe_flag}"]
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=alone)
-    values(alone)
-    return unknown_key(argv, values.config)
 
 
 def _profile(text: str, folder: pathlib.Path) -> Profile:
@@ -111,4 +71,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse_flags)
+    app.run(main, flags_parser=parse_recipe_flags)

@@ -25,7 +25,7 @@ from calm_jax.metrics import MetricsLog, finite
 from calm_jax.models import attention
 from calm_jax.packed import Text, read_corpus
 from calm_jax.tasks import AutoencoderTask, LmTask, Params
-from calm_jax.train import Profile, Stage, Trainer
+from calm_jax.train import Profile, Stage, Trainer, check_batches
 from calm_jax.workdir import Workdir, make_autoencoder_task, make_lm_task
 
 
@@ -322,10 +322,7 @@ def _prepared(
     if "lm" in config.stages:
         _check_attention(config)
     for name in config.stages:
-        batch_size = getattr(config, name).training.batch_size
-        check_batch(f"{name}.training.batch_size", batch_size, mesh)
-        micro = batch_size // getattr(config, name).training.accumulation_steps
-        check_batch(f"{name}.training.batch_size / accumulation_steps", micro, mesh)
+        check_batches(name, getattr(config, name).training, mesh)
     check_batch("eval.batch_size", config.eval.batch_size, mesh)
     workdir.refuse_foreign()
     if overwrite:

@@ -19,7 +19,7 @@ from calm_jax.data.pipeline import TrainingText, training_batches
 from calm_jax.errors import Interrupted, UserError
 from calm_jax.evaluate import Evaluator
 from calm_jax.interrupt import NoteSignal
-from calm_jax.mesh import global_batch, rows_here, shardings
+from calm_jax.mesh import check_batch, global_batch, laid_out, rows_here, shardings
 from calm_jax.metrics import MetricsLog, Progress
 from calm_jax.optim import OptimizerConfig, make_optimizer, make_schedule
 from calm_jax.processes import AgreedError
@@ -89,7 +89,7 @@ def make_step(
             return metrics["loss"][0], metrics
 
         gradient, metrics = jax.grad(loss_sum, has_aux=True)(params)
-        return gradient, metrics
+        return laid_out(gradient), metrics
 
     def step(state: TrainState, frozen: Params, batch: Batch) -> TrainState:
         rows = len(batch["tokens"])
@@ -156,15 +156,23 @@ def make_step(
     return step
 
 
-def init_state(
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    frozen: Params,
-    batch: Batch,
-    key: Array,
-    mesh: Mesh,
-) -> TrainState:
-    """A fresh state, made in place on the mesh."""
+def check_batches(name: str, config: TrainingConfig, mesh: Mesh) -> None:
+    """Raises `UserError` unless batches and microbatches of a stage divide over the mesh."""
+    check_batch(f"{name}.training.batch_size", config.batch_size, mesh)
+    micro = config.batch_size // config.accumulation_steps
+    check_batch(f"{name}.training.batch_size / accumulation_steps", micro, mesh)
+
+
+def batch_shapes(config: TrainingConfig, block_tokens: int) -> Batch:
+    """A step's batch, as shapes."""
+    shape = jax.ShapeDtypeStruct((config.batch_size, block_tokens), jnp.int32)
+    return {"tokens": shape, "targets": shape}
+
+
+def fresh_state(
+    task: Task, optimizer: optax.GradientTransformation, frozen: Params, batch: Batch, key: Array
+) -> Callable[[], TrainState]:
+    """What makes a fresh state; to be traced, as it is larger than one device."""
 
     def init() -> TrainState:
         params = task.init(key)
@@ -175,8 +183,25 @@ def init_state(
         count = jnp.int32(0)
         return TrainState(count, params, optimizer.init(params), zeros, count, count)
 
-    layout = shardings(jax.eval_shape(init), mesh)
-    return jax.jit(init, out_shardings=layout)()
+    return init
+
+
+def init_state(
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    frozen: Params,
+    batch: Batch,
+    key: Array,
+    mesh: Mesh,
+) -> TrainState:
+    """A fresh state, made in place on the mesh."""
+    init = fresh_state(task, optimizer, frozen, batch, key)
+    return jax.jit(init, out_shardings=shardings(jax.eval_shape(init), mesh))()
+
+
+def jit_step(step: Step, state: TrainState, mesh: Mesh) -> Any:
+    """A step as it is compiled: the state, of which `state` has the shapes, is replaced in place."""
+    return jax.jit(step, donate_argnums=0, out_shardings=shardings(state, mesh))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,8 +257,7 @@ class Trainer:
         config = stage.training
         optimizer = make_optimizer(stage.optimizer, config.num_steps)
         self._schedule = make_schedule(stage.optimizer, config.num_steps)
-        shape = jax.ShapeDtypeStruct((config.batch_size, stage.text.block_tokens), jnp.int32)
-        batch = {"tokens": shape, "targets": shape}
+        batch = batch_shapes(config, stage.text.block_tokens)
         init_key = stream(seed, f"init/{stage.name}")
         self._state = init_state(stage.task, optimizer, stage.frozen, batch, init_key, mesh)
         self._saved_step = checkpointer.latest_step
@@ -250,11 +274,9 @@ class Trainer:
             stage.read_threads,
         )
         log.cut_back(stage.name, self._first_step)
-        self._update = jax.jit(
-            make_step(stage.task, optimizer, config, stream(seed, f"train/{stage.name}"), pad_id),
-            donate_argnums=0,
-            out_shardings=shardings(self._state, mesh),
-        )
+        train_key = stream(seed, f"train/{stage.name}")
+        step = make_step(stage.task, optimizer, config, train_key, pad_id)
+        self._update = jit_step(step, self._state, mesh)
         replicated = NamedSharding(mesh, PartitionSpec())
         self._to_host = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=replicated)
 

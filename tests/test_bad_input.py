@@ -7,6 +7,7 @@ import sys
 import pytest
 from absl import flags
 
+from calm_jax.command import parse_recipe_flags
 from tests.test_recipe import ROOT
 from tests.tiny_model import run_generate, tiny
 
@@ -29,7 +30,7 @@ def refuse(capsys, monkeypatch, *args: str) -> str:
     # Where ml_collections looks for the keys that are overridden.
     monkeypatch.setattr(sys, "argv", ["main", *args])
     with pytest.raises(SystemExit) as exit_:
-        main.main(main._parse_flags(["main", *args]))
+        main.main(parse_recipe_flags(["main", *args]))
     assert exit_.value.code == 2
     out = capsys.readouterr()
     lines = out.err.strip().splitlines()

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import configs
 from calm_jax import mesh, optim, workdir
+from calm_jax import sizes as sizes_lib
 from calm_jax.config import resolve
 from calm_jax.errors import UserError
 from calm_jax.heads import HEADS
@@ -35,12 +36,16 @@ VARIANTS = ("head=diffusion,k=16", "head=softmax")
 MORE_VARIANTS = ("head=diffusion", "head=flow,k=1", "k=2", "k=8")
 
 
-def shapes_of(name, arguments=""):
-    """Every parameter of the stages of a recipe, as shapes by path."""
+def config_of(name, arguments=""):
     get_config = importlib.import_module(f"configs.{name}").get_config
     tree = get_config(arguments) if arguments else get_config()
     tree.tokenizer.path = "tokenizer.model"
-    config = resolve(tree)
+    return resolve(tree)
+
+
+def shapes_of(name, arguments=""):
+    """Every parameter of the stages of a recipe, as shapes by path."""
+    config = config_of(name, arguments)
     tasks = {"lm": workdir.make_lm_task(config, LLAMA, config.eval.published)}
     if config.has_autoencoder:
         tasks["autoencoder"] = workdir.make_autoencoder_task(config, LLAMA)
@@ -179,6 +184,27 @@ def test_mesh_takes_the_devices_that_are_left():
     made = mesh.make_mesh(mesh.MeshConfig(data=-1, fsdp=1, tensor=1))
     assert made.axis_names == mesh.AXES
     assert made.shape["data"] == len(jax.devices())
+
+
+def counted(shapes, prefix):
+    """Parameters below a path."""
+    return sum(math.prod(shape) for path, shape in shapes.items() if path.startswith(prefix))
+
+
+def test_parameters_on_paper_are_those_of_the_shapes(parameters):
+    """Of every recipe, in all and by part."""
+    vocab = LLAMA.vocab_size
+    for name, shapes in parameters.items():
+        recipe, _, arguments = name.partition(":")
+        config = config_of(recipe, arguments)
+        lm = sizes_lib.language_model(config, vocab)
+        assert sum(lm.values()) == counted(shapes, "lm/"), name
+        assert lm["backbone"] == counted(shapes, "lm/backbone/"), name
+        frozen = sizes_lib.frozen(config, "lm", vocab)
+        assert sum(frozen.values()) == counted(shapes, "autoencoder/"), name
+        if config.has_autoencoder:
+            assert lm["head"] == counted(shapes, "lm/head/"), name
+            assert frozen == sizes_lib.trained(config, "autoencoder", vocab), name
 
 
 @pytest.mark.parametrize("sizes", [(3, 1, 1), (-1, 2, 1), (1, 1, 5)])

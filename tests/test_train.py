@@ -266,7 +266,7 @@ def test_utilisation_is_the_flops_of_a_step_over_those_of_the_devices(tmp_path, 
         return [record for record in log.records if record["split"] == "train"]
 
     assert all("mfu" not in record for record in logged("cpu"))
-    known = Accelerator(flops=1e12, memory=1e9)
+    known = Accelerator(flops=1e12, memory=1e9, interconnect=1e9)
     monkeypatch.setattr(train_lib, "accelerator", lambda _: known)
     for record in logged("known"):
         # Every one of the 64 tokens of a step counts as text here.

@@ -17,6 +17,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -43,6 +44,13 @@ class TokenizerConfig:
             raise UserError(
                 f"tokenizer.vocab_size={self.vocab_size} must be at least 300: 256 bytes, 4 special tokens and some text"
             )
+
+
+class Vocabulary(NamedTuple):
+    """As much of a tokenizer as a model is made with."""
+
+    vocab_size: int
+    pad_id: int
 
 
 class Tokenizer(abc.ABC):
@@ -275,6 +283,10 @@ class _RanksBpe:
 KINDS = {cls.kind: cls for cls in (SentencePieceTokenizer, Llama3Tokenizer, ByteTokenizer)}
 
 
+# Pad's id in a SentencePiece model that is trained here.
+_TRAINED_PAD = 3
+
+
 def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     """A lossless BPE model with byte fallback, trained on `texts`."""
     # SentencePiece drops sentences longer than its limit, so documents are handed over in pieces.
@@ -296,7 +308,7 @@ def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
             unk_id=0,
             bos_id=1,
             eos_id=2,
-            pad_id=3,
+            pad_id=_TRAINED_PAD,
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
@@ -330,6 +342,17 @@ def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
     else:
         model = b""
     return KINDS[config.kind](model)
+
+
+def vocabulary(config: TokenizerConfig) -> Vocabulary:
+    """What a model needs of the tokenizer that the config describes; without a file that the recipe leaves to be named."""
+    if config.kind == "llama3" and not config.path:
+        # 128,000 ranks, 256 special tokens and the pad token.
+        return Vocabulary(128_257, 128_256)
+    if config.kind == "sentencepiece" and not config.path:
+        return Vocabulary(config.vocab_size, _TRAINED_PAD)
+    tokenizer = make_tokenizer(config, ())
+    return Vocabulary(tokenizer.vocab_size, tokenizer.pad_id)
 
 
 def _config_of_file(path: pathlib.Path) -> TokenizerConfig:

@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.losses import Posterior
+from calm_jax.mesh import constrain
 from calm_jax.models.layers import layer_norm, linear, normal_init
 
 # Cosines and sines of the time embedding, and the longest of their wavelengths over 2 pi.
@@ -66,7 +67,8 @@ class ModulatedBlock(nn.Module):
         shift, scale, gate = jnp.split(modulation(active), 3, axis=-1)
         a_PND = _modulate(layer_norm(self.norm_epsilon, dtype, "norm")(x_PND), shift, scale)
         a_PND = nn.silu(linear(width, dtype, "up", kernel_init=_xavier)(a_PND))
-        return x_PND + gate * linear(width, dtype, "down", kernel_init=_xavier)(a_PND), None
+        down = linear(width, dtype, "down", kernel_init=_xavier)
+        return constrain(x_PND + gate * down(a_PND)), None
 
 
 class AdaLNMLP(nn.Module):
@@ -86,6 +88,7 @@ class AdaLNMLP(nn.Module):
     def __call__(self, x_PNZ: Array, time: Array, h_PD: Array) -> Array:
         width, dtype = self.hidden_size, self.dtype
         with jax.named_scope("head"):
+            x_PNZ, h_PD = constrain((x_PNZ, h_PD))
             features = time_features(time).astype(dtype)
             t = nn.silu(linear(width, dtype, "time_hidden", kernel_init=normal_init)(features))
             t = linear(width, dtype, "time", kernel_init=normal_init)(t)

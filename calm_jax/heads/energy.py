@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
 from calm_jax.losses import Posterior, energy_score
+from calm_jax.mesh import constrain, gathered_kernel
 from calm_jax.models.layers import layer_norm, linear, normal_init
 
 
@@ -57,11 +58,12 @@ class NoiseBlock(nn.Module):
         kernel = self.param("input_kernel", normal_init, (2 * width, width)).astype(self.dtype)
         bias = self.param("input_bias", nn.initializers.zeros, (width,)).astype(self.dtype)
         normed_PND = layer_norm(self.norm_epsilon, self.dtype, "norm")(x_PND)
+        kernel = gathered_kernel(kernel)
         once_PD = condition_PD @ kernel[width:] + bias
         a_PND = nn.silu(normed_PND @ kernel[:width] + once_PD[:, None])
         a_PND = nn.silu(linear(width, self.dtype, "hidden")(a_PND))
         gate, up = jnp.split(linear(2 * width, self.dtype, "gate_up")(a_PND), 2, axis=-1)
-        return x_PND + linear(width, self.dtype, "down")(nn.silu(gate) * up), None
+        return constrain(x_PND + linear(width, self.dtype, "down")(nn.silu(gate) * up)), None
 
 
 class EnergyHead(nn.Module):
@@ -77,7 +79,7 @@ class EnergyHead(nn.Module):
     def __call__(self, h_PD: Array, noise_PNE: Array) -> Array:
         width, epsilon, dtype = self.hidden_size, self.norm_epsilon, self.dtype
         with jax.named_scope("head"):
-            noise_PNE = noise_PNE.astype(dtype)
+            h_PD, noise_PNE = constrain((h_PD, noise_PNE.astype(dtype)))
             x_PND = layer_norm(epsilon, dtype, "noise_norm")(
                 linear(width, dtype, "noise")(noise_PNE)
             )

@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.losses import cross_entropy
+from calm_jax.mesh import gathered_in
 from calm_jax.models.layers import normal_init
 
 
@@ -33,11 +34,14 @@ class SoftmaxHead(nn.Module):
         self.kernel = self.param("kernel", normal_init, (self.hidden_size, self.vocab_size))
 
     def logits(self, h_PD: Array) -> Array:
+        return self._logits(h_PD, self.kernel)
+
+    def _logits(self, h_PD: Array, kernel: Array) -> Array:
         with jax.named_scope("head"):
             return jnp.einsum(
                 "...D,DV->...V",
                 h_PD.astype(self.dtype),
-                self.kernel.astype(self.dtype),
+                kernel.astype(self.dtype),
                 preferred_element_type=jnp.float32,
             )
 
@@ -50,10 +54,12 @@ class SoftmaxHead(nn.Module):
 
         They are computed again for the gradient. A negative target (masked) gives 0.
         """
+        # Once for all blocks.
+        kernel = gathered_in(self.dtype, self.kernel)
 
         def of_position(xs: tuple[Array, Array]) -> Array:
             h_BD, target_B = xs
-            return cross_entropy(self.logits(h_BD)[:, None], target_B[:, None])[:, 0]
+            return cross_entropy(self._logits(h_BD, kernel)[:, None], target_B[:, None])[:, 0]
 
         over_L = (h_BLD.swapaxes(0, 1), target_BL.swapaxes(0, 1))
         return jax.lax.map(jax.checkpoint(of_position), over_L, batch_size=block).swapaxes(0, 1)

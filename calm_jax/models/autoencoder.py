@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
 from calm_jax.losses import Posterior, clamped_kl, cross_entropy
-from calm_jax.models.layers import SwiGLU, linear, normal_init
+from calm_jax.mesh import constrain
+from calm_jax.models.layers import SwiGLU, linear, look_up, normal_init
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ class ResidualMLP(nn.Module):
     def __call__(self, x: Array, _: None) -> tuple[Array, None]:
         norm = nn.RMSNorm(self.config.norm_epsilon, dtype=self.dtype, name="norm")
         mlp = SwiGLU(self.config.intermediate_size, self.dtype, name="mlp")
-        return x + mlp(norm(x)), None
+        return constrain(x + mlp(norm(x))), None
 
 
 def _stack(config: AutoencoderConfig, num_layers: int, dtype: DTypeLike) -> nn.Module:
@@ -113,8 +114,8 @@ class Autoencoder(nn.Module):
     def encode(self, tokens_PK: Array) -> Posterior:
         """Chunks of token ids [P, K] -> the posterior over their latents [P, Z]."""
         with jax.named_scope("encode"):
-            x_PKD, _ = self.encoder_token_layers(self.embed(tokens_PK), None)
-            x_PD = self.squeeze(x_PKD.reshape(len(tokens_PK), -1))
+            x_PKD, _ = self.encoder_token_layers(constrain(look_up(self.embed, tokens_PK)), None)
+            x_PD = constrain(self.squeeze(x_PKD.reshape(len(tokens_PK), -1)))
             x_PD, _ = self.encoder_chunk_layers(x_PD, None)
             both = self.to_posterior(self.encoder_norm(x_PD)).astype(jnp.float32)
             return Posterior(*jnp.split(both, 2, axis=-1))

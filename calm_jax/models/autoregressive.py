@@ -6,7 +6,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.heads.softmax import SoftmaxHead
-from calm_jax.models.layers import normal_init
+from calm_jax.models.layers import look_up, normal_init
 from calm_jax.models.transformer import Memory, Transformer, TransformerConfig
 
 
@@ -29,7 +29,7 @@ class AutoregressiveLM(nn.Module):
     ) -> tuple[Array, Memory | None]:
         """Hidden states [B, L, D]; the one at token i is what token i+1 is predicted from."""
         with jax.named_scope("embed"):
-            x_BLD = self.embed(tokens_BLK[..., 0])
+            x_BLD = look_up(self.embed, tokens_BLK[..., 0])
         return self.backbone(x_BLD, memory)
 
     def log_probs(self, h_PD: Array) -> Array:

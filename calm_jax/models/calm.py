@@ -7,7 +7,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.losses import Posterior
-from calm_jax.models.layers import layer_norm, linear, normal_init
+from calm_jax.mesh import constrain
+from calm_jax.models.layers import layer_norm, linear, look_up, normal_init
 from calm_jax.models.transformer import Memory, Transformer, TransformerConfig
 
 
@@ -33,15 +34,16 @@ class ChunkEmbedding(nn.Module):
     @nn.compact
     def __call__(self, tokens_BLK: Array) -> Array:
         with jax.named_scope("embed"):
+            init = _normal_but_zero_row(self.pad_id)
             embed = nn.Embed(
                 self.vocab_size,
                 self.hidden_size,
                 dtype=self.dtype,
-                embedding_init=_normal_but_zero_row(self.pad_id),
+                embedding_init=init,
                 name="tokens",
             )
             is_text = (tokens_BLK != self.pad_id)[..., None]
-            x_BLKD = jnp.where(is_text, embed(tokens_BLK), 0)
+            x_BLKD = jnp.where(is_text, constrain(look_up(embed, tokens_BLK)), 0)
             x_BLD = x_BLKD.reshape(*tokens_BLK.shape[:2], -1)
             x_BLD = nn.silu(linear(2 * self.hidden_size, self.dtype, "up")(x_BLD))
             x_BLD = linear(self.hidden_size, self.dtype, "down")(x_BLD)

@@ -1,9 +1,12 @@
 """Layers that more than one network is made of."""
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
+
+from calm_jax.mesh import constrain, each_group, gathered, product
 
 # Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
 normal_init = nn.initializers.normal(0.02)
@@ -19,8 +22,25 @@ def linear(
 ) -> nn.DenseGeneral:
     """A linear layer: `dtype` arithmetic over float32 parameters."""
     return nn.DenseGeneral(
-        features, axis=axis, use_bias=use_bias, dtype=dtype, kernel_init=kernel_init, name=name
+        features,
+        axis=axis,
+        use_bias=use_bias,
+        dtype=dtype,
+        kernel_init=kernel_init,
+        dot_general=product,
+        name=name,
     )
+
+
+def look_up(embed: nn.Embed, tokens: Array) -> Array:
+    """The embeddings of tokens, as `embed(tokens)`; rows stay where they are, and the table comes to them."""
+    table = gathered(embed.embedding.astype(embed.dtype))
+    tables = each_group(table, tokens)
+    if tables is None:
+        return jnp.take(table, tokens, axis=0)
+    parts = tokens.reshape(len(tables), -1, *tokens.shape[1:])
+    take = jax.vmap(lambda table, tokens: jnp.take(table, tokens, axis=0))
+    return constrain(take(tables, parts).reshape(*tokens.shape, -1))
 
 
 def layer_norm(

@@ -11,6 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
+from calm_jax.mesh import PRODUCT, constrain
 from calm_jax.models import attention
 from calm_jax.models.layers import SwiGLU, linear, rotary_angles, rotate
 
@@ -19,10 +20,7 @@ _KEPT = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     # Products with weights, and what the splash kernel gives; never the scores of attention.
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(attention.KEPT),
-    ),
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, attention.KEPT),
 }
 
 
@@ -254,7 +252,7 @@ class Block(nn.Module):
         x_BLD = x_BLD + mixed
         norm = nn.RMSNorm(config.norm_epsilon, dtype=self.dtype, name="mlp_norm")
         mlp = SwiGLU(config.intermediate_size, self.dtype, name="mlp")
-        return x_BLD + mlp(norm(x_BLD)), written
+        return constrain(x_BLD + mlp(norm(x_BLD))), written
 
 
 def _per_layer(memory: Memory | None) -> Any:
@@ -296,6 +294,7 @@ class Transformer(nn.Module):
             length=config.num_layers,
         )(config, self.dtype, name="layers")
         with jax.named_scope("backbone"):
-            x_BLD, written = layers(x_BLD.astype(self.dtype), memory, angle_BLA)
+            x_BLD = constrain(x_BLD.astype(self.dtype))
+            x_BLD, written = layers(x_BLD, memory, angle_BLA)
             x_BLD = nn.RMSNorm(config.norm_epsilon, dtype=self.dtype, name="norm")(x_BLD)
         return x_BLD, None if written is None else memory.extended(written, num_new)

@@ -1,0 +1,187 @@
+"""Plans a recipe's training on accelerators that are not here: what fits, how long it takes, what it costs.
+
+python -m calm_jax.plan --config=configs/calm_xl.py --topology=v5e:16x16 --config.mesh.data=16 --config.mesh.fsdp=16
+python -m calm_jax.plan --config=configs/calm_m.py --fit=v5e --price_per_hour=1.2
+
+Needs pip install 'calm_jax[plan]' for TPUs (v4, v5e, v5p, v6e) and 'calm_jax[plan_cuda]' for NVIDIA (h100). No accelerator
+is touched. Exit status 1: it does not fit.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import sys
+import time
+
+# Before jax is imported: nothing runs but on the CPU, and libtpu, which is there to compile, is not to look for TPUs.
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import rich.console
+import rich.table
+from absl import app, flags
+from ml_collections import config_flags
+
+from calm_jax.atomic import write_atomically
+from calm_jax.command import command, parse_recipe_flags
+from calm_jax.config import Config, resolve
+from calm_jax.errors import UserError
+from calm_jax.metrics import console, duration, finite
+from calm_jax.planner import Lowered, Plan, Try, advice, compile_plan, fit, prepare
+from calm_jax.topology import of_family, parse
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "recipe: a file with get_config()")
+_TOPOLOGY = flags.DEFINE_string("topology", "", "hardware, such as v5e:4x4, v5p:2x2x1 or h100:8")
+_FIT = flags.DEFINE_string(
+    "fit", "", "family, such as v5e, whose smallest size is looked for that fits"
+)
+_STAGE = flags.DEFINE_enum("stage", "lm", ["lm", "autoencoder"], "which of the recipe's stages")
+_PRICE = flags.DEFINE_float(
+    "price_per_hour", 0.0, "of one device, in any currency; 0: no cost is shown"
+)
+# What well-tuned training of dense transformers reaches, as published for TPUs and for GPUs, is 0.4 to 0.6; an assumption until it is measured.
+_EFFICIENCY = flags.DEFINE_float(
+    "efficiency", 0.5, "share of the hardware's peaks that is reached", 0.01, 1
+)
+_OUTPUT = flags.DEFINE_string("output", "", "file for the same as JSON")
+
+
+def _size(number: float) -> str:
+    """Bytes for people."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(number) >= size:
+            return f"{number / size:,.2f} {unit}"
+    return f"{number:,.0f} B"
+
+
+def _compile(lowered: Lowered) -> Plan:
+    """With signs of life, on stderr, as it takes minutes."""
+    text = f"compiling {lowered.stage} for {lowered.topology} ..."
+    began, shown = time.monotonic(), rich.console.Console(stderr=True)
+    if shown.is_terminal:
+        with shown.status(text):
+            plan = compile_plan(lowered)
+    else:
+        print(text, file=sys.stderr, flush=True)
+        plan = compile_plan(lowered)
+    print(f"compiled in {duration(time.monotonic() - began)}", file=sys.stderr, flush=True)
+    return plan
+
+
+def _rows(plan: Plan, efficiency: float, price: float) -> list[tuple[str, str]]:
+    """What is printed of a plan, a name and a value a line."""
+    rows = [("hardware", f"{plan.topology}, {plan.num_devices} device(s)")]
+    rows.append(("mesh", " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())))
+    for name, parts in (
+        ("parameters, trained", plan.parameters),
+        ("parameters, frozen", plan.frozen),
+    ):
+        listed = ", ".join(f"{part} {count / 1e6:,.1f}M" for part, count in parts.items())
+        rows.append((name, f"{sum(parts.values()) / 1e6:,.1f}M ({listed})" if parts else "none"))
+    rows.append(("tokens a step", f"{plan.tokens:,}"))
+    again = f", and {plan.recomputed:.3g} recomputed" if plan.recomputed else ""
+    rows.append(("FLOPs a step", f"{plan.flops:.4g}{again}"))
+    if not math.isnan(plan.xla_flops):
+        counted = f"{plan.xla_flops:.4g}, each loop's body counted once"
+        rows.append(("by XLA, a device", counted))
+    rows += [(f"memory: {kind}", _size(size)) for kind, size in plan.memory.items()]
+    left = plan.available - plan.needed
+    rows.append(("memory a device", f"{_size(plan.needed)} of {_size(plan.available)}"))
+    rows.append(("left", _size(left) if plan.fits else f"none, {_size(-left)} too much"))
+    if not plan.fits:
+        return rows
+    for kind, traffic in sorted(plan.collectives.items()):
+        rows.append((kind, f"{traffic.count:,} a step, {traffic.bytes / 1e9:,.3f} GB to a device"))
+    if plan.ideal_traffic:
+        ratio = plan.traffic / plan.ideal_traffic
+        rows.append(("all of them", f"{plan.traffic / 1e9:,.3f} GB, {ratio:.2f} x ideal FSDP"))
+    if plan.unknown_loops:
+        rows.append(("loops counted once", ", ".join(plan.unknown_loops)))
+    seconds = plan.seconds(efficiency)
+    hours = plan.num_steps * seconds / 3600
+    rows += [
+        ("MFU at most", f"{plan.utilisation(1):.1%}"),
+        (
+            "a step",
+            f"{seconds:.3f} s, MFU {plan.utilisation(efficiency):.1%}, at efficiency {efficiency}",
+        ),
+        ("tokens a second", f"{plan.tokens / seconds:,.0f}"),
+        (
+            "all steps",
+            f"{plan.num_steps:,} in {hours:,.1f} h, {hours * plan.num_devices:,.0f} device hours",
+        ),
+    ]
+    if price:
+        cost = hours * plan.num_devices * price
+        rows.append(("cost", f"{cost:,.0f} at {price:g} a device and hour"))
+    return rows
+
+
+def _record(plan: Plan, efficiency: float, price: float) -> dict:
+    seconds = plan.seconds(efficiency)
+    hours = plan.num_steps * seconds / 3600 * plan.num_devices
+    return dataclasses.asdict(plan) | {
+        "fits": plan.fits,
+        "traffic": plan.traffic,
+        "efficiency": efficiency,
+        "seconds": seconds,
+        "utilisation": plan.utilisation(efficiency),
+        "utilisation_bound": plan.utilisation(1),
+        "device_hours": hours,
+        "cost": hours * price,
+    }
+
+
+def _show(plan: Plan) -> None:
+    table = rich.table.Table(show_header=False, box=None)
+    for name, value in _rows(plan, _EFFICIENCY.value, _PRICE.value):
+        table.add_row(name, value)
+    console().print(table, highlight=False)
+
+
+def _fit(config: Config) -> tuple[list[Try], Plan | None]:
+    def note(text: str) -> None:
+        print(text, flush=True)
+
+    tries = fit(config, _STAGE.value, of_family(_FIT.value), _compile, note)
+    plans = [one.plan for one in tries if one.plan is not None]
+    return tries, plans[-1] if plans else None
+
+
+@command
+def main(argv: list[str]) -> int:
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}")
+    if _CONFIG.value is None:
+        raise UserError("give a recipe: --config=configs/calm_m.py")
+    if bool(_TOPOLOGY.value) == bool(_FIT.value):
+        raise UserError("give --topology=v5e:4x4, or --fit=v5e for the smallest that fits")
+    if _PRICE.value < 0:
+        raise UserError(f"--price_per_hour={_PRICE.value:g} must not be negative")
+    config, tries = resolve(_CONFIG.value), []
+    if _FIT.value:
+        tries, plan = _fit(config)
+    else:
+        plan = _compile(prepare(config, _STAGE.value, parse(_TOPOLOGY.value)))
+    if plan is not None:
+        _show(plan)
+    if _OUTPUT.value:
+        record = {"tries": {str(one.topology): one.why_not for one in tries}}
+        if plan is not None:
+            record |= _record(plan, _EFFICIENCY.value, _PRICE.value)
+        write_atomically(pathlib.Path(_OUTPUT.value), json.dumps(finite(record), indent=2) + "\n")
+    if plan is None:
+        raise UserError(
+            f"--fit={_FIT.value}: no size can be tried; mesh and batch do not go together"
+        )
+    if plan.fits:
+        return 0
+    print("It does not fit. What may help:")
+    for idea in advice(config, _STAGE.value, plan):
+        print(f"  {idea}")
+    return 1
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_recipe_flags)

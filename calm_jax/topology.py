@@ -1,0 +1,153 @@
+"""Hardware that programs can be compiled for without having it: slices of TPUs, hosts of NVIDIA GPUs."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import pathlib
+
+import jax
+from jax.experimental import topologies
+
+from calm_jax.accelerators import Accelerator, accelerator
+from calm_jax.errors import UserError
+
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBIC = (
+    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16"),
+    "16x16x16",
+)
+_PER_HOST = 8
+# Bytes a second that a GPU receives from other hosts, over one 400 Gbit/s card a GPU, as in NVIDIA's own DGX H100.
+_BETWEEN_HOSTS = 50e9
+
+
+# Before libtpu is loaded: ask no cloud's metadata server, which takes minutes where there is none; let others have it
+# loaded, too, as no TPU is touched; and be quiet.
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One kind of hardware and its sizes, ascending, as the vendor has them."""
+
+    kind: str
+    platform: str
+    sizes: tuple[str, ...]
+
+
+FAMILIES = {
+    "v4": Family("TPU v4", "tpu", _CUBIC),
+    "v5e": Family("TPU v5 lite", "tpu", _FLAT),
+    "v5p": Family("TPU v5", "tpu", (*_CUBIC, "16x16x24")),
+    "v6e": Family("TPU v6 lite", "tpu", _FLAT),
+    "h100": Family(
+        "NVIDIA H100", "cuda", ("1", "2", "4", "8", "8x2", "8x4", "8x8", "8x16", "8x32")
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A family in one of its sizes."""
+
+    family: str
+    size: str
+
+    def __str__(self) -> str:
+        return f"{self.family}:{self.size}"
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(int(side) for side in self.size.split("x"))
+
+    @property
+    def platform(self) -> str:
+        """As JAX calls it."""
+        return FAMILIES[self.family].platform
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """Of each device. GPUs of several hosts have the bandwidth between hosts, as far as they talk to all others."""
+        known = accelerator(FAMILIES[self.family].kind)
+        assert known is not None
+        if self.platform == "cuda" and self.num_devices > _PER_HOST:
+            return dataclasses.replace(known, interconnect=_BETWEEN_HOSTS)
+        return known
+
+    def devices(self) -> list[jax.Device]:
+        """Stand-ins to compile for. Raises `UserError` where the compiler is not installed."""
+        if self.platform == "tpu":
+            _need(
+                "libtpu",
+                f"--topology={self}: compiling for TPUs needs pip install 'calm_jax[plan]'",
+            )
+            return _tpus(self)
+        _need(
+            "jax_plugins.xla_cuda13",
+            f"--topology={self}: compiling for NVIDIA needs pip install 'calm_jax[plan_cuda]'",
+        )
+        return _gpus(self)
+
+
+def parse(text: str) -> Topology:
+    """`v5e:4x4`. Raises `UserError` that lists the topologies that there are."""
+    name, _, size = text.partition(":")
+    if name not in FAMILIES:
+        raise UserError(f"--topology={text!r} is none of these: {_listed()}")
+    sizes = FAMILIES[name].sizes
+    if size not in sizes:
+        raise UserError(f"--topology={text!r}: {name} has no {size!r}, but {', '.join(sizes)}")
+    return Topology(name, size)
+
+
+def of_family(name: str) -> list[Topology]:
+    """All sizes of a family, the smallest first."""
+    if name not in FAMILIES:
+        raise UserError(f"--fit={name!r} is none of {', '.join(FAMILIES)}")
+    return [Topology(name, size) for size in FAMILIES[name].sizes]
+
+
+def _listed() -> str:
+    return "; ".join(f"{name}: {', '.join(about.sizes)}" for name, about in FAMILIES.items())
+
+
+def _need(module: str, message: str) -> None:
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise UserError(message)
+
+
+def _tpus(topology: Topology) -> list[jax.Device]:
+    for name, value in _LIBTPU.items():
+        os.environ.setdefault(name, value)
+    flat = topology.size.count("x") == 1
+    description = topologies.get_topology_desc(
+        platform="tpu",
+        topology_name=str(topology),
+        # Chips of two cores are one device each, as they are where programs run.
+        chip_config_name="default" if flat else "megacore",
+        chips_per_host_bounds=(1, 1, 1) if topology.size == "1x1" else (2, 2, 1),
+    )
+    return list(description.devices)
+
+
+def _gpus(topology: Topology) -> list[jax.Device]:
+    hosts = max(1, topology.num_devices // _PER_HOST)
+    each = topology.num_devices // hosts
+    target = pathlib.Path(__file__).parent / "targets" / f"{topology.family}.txtpb"
+    description = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name=str(topology),
+        target_config=target.read_text(),
+        topology=f"1x{hosts}x{each}",
+    )
+    return list(description.devices)
