@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calm_jax import recipe
+from calm_jax import beginning
 from calm_jax.config import resolve
 from calm_jax.errors import UserError
 from calm_jax.mesh import MeshConfig, make_mesh
@@ -115,7 +115,7 @@ def test_a_run_that_cannot_attend_ends_before_it_reads_anything(tmp_path):
     tree.lm.model.attention = "cudnn"
     mesh = make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
     with jax.set_mesh(mesh), pytest.raises(UserError, match=r"lm\.model\.attention='cudnn'"):
-        recipe.prepare(resolve(tree), Workdir(tmp_path / "run"), False, mesh)
+        beginning.begin(resolve(tree), Workdir(tmp_path / "run"), False, mesh)
     assert not (tmp_path / "run").exists()
 
 
