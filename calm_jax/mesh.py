@@ -151,6 +151,11 @@ def each_group(x: jax.Array, rows: jax.Array) -> jax.Array | None:
     return jax.lax.with_sharding_constraint(copies, PartitionSpec("data", *free))
 
 
+def constrain_groups(x: jax.Array) -> jax.Array:
+    """What was computed with `each_group`, [data, rows, ...]: rows lie as batches do, in two axes."""
+    return jax.lax.with_sharding_constraint(x, PartitionSpec("data", "fsdp"))
+
+
 def product(
     x: jax.Array,
     kernel: jax.Array,

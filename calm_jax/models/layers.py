@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.mesh import constrain, each_group, gathered, product
+from calm_jax.mesh import constrain_groups, each_group, gathered, product
 
 # Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
 normal_init = nn.initializers.normal(0.02)
@@ -40,7 +40,7 @@ def look_up(embed: nn.Embed, tokens: Array) -> Array:
         return jnp.take(table, tokens, axis=0)
     parts = tokens.reshape(len(tables), -1, *tokens.shape[1:])
     take = jax.vmap(lambda table, tokens: jnp.take(table, tokens, axis=0))
-    return constrain(take(tables, parts).reshape(*tokens.shape, -1))
+    return constrain_groups(take(tables, parts)).reshape(*tokens.shape, -1)
 
 
 def layer_norm(
