@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from calm_jax import compiled, flops, sizes
 from calm_jax.accelerators import Accelerator
+from calm_jax.beginning import check_attention
 from calm_jax.config import Config
 from calm_jax.data.tokenizers import Vocabulary, vocabulary
 from calm_jax.errors import UserError
@@ -119,6 +120,9 @@ def prepare(config: Config, stage: str, topology: Topology) -> Lowered:
     words = vocabulary(config.tokenizer)
     mesh = make_mesh(config.mesh, topology.devices())
     check_batches(stage, section.training, mesh)
+    if stage == "lm":
+        with jax.set_mesh(mesh):
+            check_attention(config)
 
     autoencoder, frozen = None, {}
     # Made outside of the mesh, on which nothing can run.
@@ -133,7 +137,7 @@ def prepare(config: Config, stage: str, topology: Topology) -> Lowered:
             frozen = {"params": jax.eval_shape(autoencoder.init, key)}
     optimizer = make_optimizer(section.optimizer, section.training.num_steps)
     batch = batch_shapes(section.training, section.data.block_tokens)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), topology.answering():
         state = jax.eval_shape(fresh_state(task, optimizer, frozen, batch, key))
         state = _placed(state, shardings(state, mesh))
         frozen = _placed(frozen, shardings(frozen, mesh))
@@ -147,7 +151,7 @@ def prepare(config: Config, stage: str, topology: Topology) -> Lowered:
 
     def lower() -> Any:
         step = make_step(task, optimizer, section.training, key, words.pad_id)
-        with jax.set_mesh(mesh):
+        with jax.set_mesh(mesh), topology.answering():
             return jit_step(step, state, mesh).lower(state, frozen, batch)
 
     return Lowered(config, stage, topology, mesh, words, arguments, lower)

@@ -1,10 +1,12 @@
 """Hardware that programs can be compiled for without having it: slices of TPUs, hosts of NVIDIA GPUs."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import math
 import os
 import pathlib
+from collections.abc import Iterator
 
 import jax
 from jax.experimental import topologies
@@ -29,6 +31,12 @@ _LIBTPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
+}
+# What a Hopper GPU with cuDNN 9.10 would say.
+_CUDNN_ANSWERS = {
+    "check_cudnn_version": lambda: 91000,
+    "check_compute_capability": lambda capability: float(capability) <= 9.0,
+    "is_cuda_compute_capability_equal": lambda capability: capability == "9.0",
 }
 
 
@@ -93,6 +101,27 @@ class Topology:
             f"--topology={self}: compiling for NVIDIA needs pip install 'calm_jax[plan_cuda]'",
         )
         return _gpus(self)
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Inside, JAX takes cuDNN and its GPU to be there, which it asks of this machine even where it lowers for another."""
+        if self.platform != "cuda":
+            yield
+            return
+        from jax._src.cudnn import fused_attention_stablehlo as asked
+
+        before = {name: getattr(asked, name, None) for name in _CUDNN_ANSWERS}
+        if None in before.values():
+            raise UserError(
+                f"--topology={self}: this version of jax asks for cuDNN in another way: give --config.lm.model.attention=xla"
+            )
+        try:
+            for name, answer in _CUDNN_ANSWERS.items():
+                setattr(asked, name, answer)
+            yield
+        finally:
+            for name, function in before.items():
+                setattr(asked, name, function)
 
 
 def parse(text: str) -> Topology:
