@@ -43,7 +43,7 @@ def options(recipe: str, topology: str, data: int, fsdp: int, microbatches: int)
         f"--config.mesh.data={data}",
         f"--config.mesh.fsdp={fsdp}",
         f"--config.lm.training.accumulation_steps={microbatches}",
-        "--config.lm.model.remat=True",
+        "--config.lm.model.remat=full",
     ]
 
 
