@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import Mesh, NamedSharding
 
 from calm_jax import compiled, flops, sizes
@@ -17,6 +18,7 @@ from calm_jax.data.tokenizers import Vocabulary, vocabulary
 from calm_jax.errors import UserError
 from calm_jax.mesh import BATCH, MeshConfig, make_mesh, shardings
 from calm_jax.optim import make_optimizer
+from calm_jax.tasks import Task
 from calm_jax.topology import Topology
 from calm_jax.train import batch_shapes, check_batches, fresh_state, jit_step, make_step
 from calm_jax.workdir import make_autoencoder_task, make_lm_task
@@ -112,30 +114,38 @@ def _bytes(tree: Any) -> float:
     )
 
 
-def prepare(config: Config, stage: str, topology: Topology) -> Lowered:
-    """The step that training takes, with everything in its place. Raises `UserError` for a mesh or batch that does not fit."""
+def check_stage(config: Config, stage: str, mesh: Mesh) -> None:
+    """Raises `UserError` for a stage that the recipe has not, or that the mesh cannot train."""
     if stage == "autoencoder" and not config.has_autoencoder:
         raise UserError("--stage=autoencoder: lm.head.name='softmax' has no autoencoder")
-    section = getattr(config, stage)
-    words = vocabulary(config.tokenizer)
-    mesh = make_mesh(config.mesh, topology.devices())
-    check_batches(stage, section.training, mesh)
+    check_batches(stage, getattr(config, stage).training, mesh)
     if stage == "lm":
         with jax.set_mesh(mesh):
             check_attention(config)
 
-    autoencoder, frozen = None, {}
+
+def stage_of(
+    config: Config, stage: str, words: Vocabulary
+) -> tuple[Task, Task | None, optax.GradientTransformation]:
+    """What a stage trains, whose parameters are frozen in it (None for nothing), and its optimizer."""
+    section = getattr(config, stage)
+    optimizer = make_optimizer(section.optimizer, section.training.num_steps)
+    autoencoder = make_autoencoder_task(config, words) if config.has_autoencoder else None
+    if autoencoder is not None and stage == "autoencoder":
+        return autoencoder, None, optimizer
+    return make_lm_task(config, words, config.eval.published), autoencoder, optimizer
+
+
+def prepare(config: Config, stage: str, topology: Topology) -> Lowered:
+    """The step that training takes, with everything in its place. Raises `UserError` for a mesh or batch that does not fit."""
+    section = getattr(config, stage)
+    words = vocabulary(config.tokenizer)
+    mesh = make_mesh(config.mesh, topology.devices())
+    check_stage(config, stage, mesh)
+    task, source, optimizer = stage_of(config, stage, words)
     # Made outside of the mesh, on which nothing can run.
     key = jax.random.key(config.seed)
-    if config.has_autoencoder:
-        autoencoder = make_autoencoder_task(config, words)
-    if stage == "autoencoder":
-        task = autoencoder
-    else:
-        task = make_lm_task(config, words, config.eval.published)
-        if autoencoder is not None:
-            frozen = {"params": jax.eval_shape(autoencoder.init, key)}
-    optimizer = make_optimizer(section.optimizer, section.training.num_steps)
+    frozen = {} if source is None else {"params": jax.eval_shape(source.init, key)}
     batch = batch_shapes(section.training, section.data.block_tokens)
     with jax.set_mesh(mesh), topology.answering():
         state = jax.eval_shape(fresh_state(task, optimizer, frozen, batch, key))

@@ -278,7 +278,7 @@ def test_what_cannot_be_isolated_is_refused(changes, expected):
     ("variant", "changes"),
     [
         ("k=2", ["lm.data.packing=documents", "lm.training.accumulation_steps=2"]),
-        ("head=softmax", ["lm.data.packing=windows", "lm.model.attention=splash"]),
+        ("head=softmax", ["lm.data.packing=windows"]),
     ],
 )
 def test_a_run_of_isolated_documents_trains_scores_and_samples(variant, changes, tmp_path):
