@@ -31,6 +31,9 @@ _LIBTPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
+    # What it else looks for in vain, and complains of.
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
 }
 # What a Hopper GPU with cuDNN 9.10 would say.
 _CUDNN_ANSWERS = {
