@@ -338,13 +338,12 @@ def advice(config: Config, stage: str, plan: Plan) -> list[str]:
         )
     if stage == "lm" and config.lm.model.remat != "full":
         ideas.append("--config.lm.model.remat=full: layers are computed again instead of kept")
-    if stage == "lm":
+    if stage == "lm" and config.lm.model.attention == "xla":
         positions = section.data.block_tokens // config.chunk_size
         scores = 4.0 * rows / ways * config.lm.model.num_heads * positions**2
         if scores > plan.available / 10:
             ideas.append(
-                f"attention weights take {scores / 2**30:.1f} GiB a layer at a time: an attention kernel that does not keep "
-                "them, or shorter lm.data.block_tokens"
+                f"--config.lm.model.attention=auto: xla's scores take {scores / 2**30:.1f} GiB of a layer, which kernels do not keep"
             )
     if not ideas:
         ideas.append("more or larger devices: batch and layers are split as far as they go")
