@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -320,3 +321,13 @@ def test_a_sharded_step_moves_parameters_alone(tmp_path, mesh):
     record = json.loads((tmp_path / "plan.json").read_text())
     assert record["traffic"] <= 1.1 * record["ideal_traffic"]
     assert record["traffic"] >= 0.5 * record["ideal_traffic"]
+
+
+@pytest.mark.slow
+def test_a_step_is_timed_on_the_devices_that_are_here():
+    recipe = "--config=tests/tiny_recipe.py:nothing"
+    done = plan(recipe, "--steps=2", module="calm_jax.benchmarks.training")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"a step: \S+ s, median of 2 .*; [\d,]+ tokens a second", done.stdout)
+    refused = plan(recipe, "--config.mesh.data=3", module="calm_jax.benchmarks.training")
+    assert refused.returncode == 2 and refused.stderr.startswith("error: mesh: data=3")
