@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from calm_jax import checkpoint, processes
-from calm_jax.config import Config
+from calm_jax.config import Config, as_dict, leaves
 from calm_jax.data.corpus import Corpus
 from calm_jax.data.tokenizers import Tokenizer, check_path, make_tokenizer
 from calm_jax.errors import UserError
@@ -17,7 +17,7 @@ from calm_jax.mesh import check_batch
 from calm_jax.models import attention
 from calm_jax.packed import Text, read_corpus
 from calm_jax.train import check_batches
-from calm_jax.workdir import Workdir
+from calm_jax.workdir import Workdir, describe
 
 # Keys that say how a model is trained or sampled, not what it is.
 _NOT_OF_THE_MODEL = {
@@ -179,6 +179,17 @@ def _refuse_converted(workdir: Workdir) -> None:
     )
 
 
+def facts_of(corpus: Corpus) -> dict[str, Any]:
+    """What every process has to read."""
+    return {f"{name} text": about for name, about in describe(corpus).items()}
+
+
+def check_command(config: Config, workdir: Workdir, what: str) -> None:
+    """Raises `AgreedError` unless all processes were given the same command; `what` is to be done."""
+    given = {"command": what, "workdir": str(workdir.path)} | dict(leaves(as_dict(config)))
+    processes.check_same(given)
+
+
 def check_attention(config: Config) -> None:
     """Raises `UserError` unless the devices of the mesh that is set can attend as `lm.model.attention` says."""
     model, isolated = config.lm.model, config.lm.data.isolate_documents
@@ -190,7 +201,8 @@ def begin(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Text
 
     Raises `UserError`; nothing is changed by then.
     """
-    text, write = processes.together(lambda: _prepared(config, workdir, overwrite, mesh))
+    text, facts, write = processes.together(lambda: _prepared(config, workdir, overwrite, mesh))
+    processes.check_same(facts)
     processes.write(write)
     processes.check_shared(workdir.path)
     return text
@@ -198,8 +210,8 @@ def begin(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Text
 
 def _prepared(
     config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh
-) -> tuple[Text, Callable[[], None]]:
-    """The text, and what makes or opens the workdir; changes nothing."""
+) -> tuple[Text, dict[str, Any], Callable[[], None]]:
+    """The text, what has to be the same on all processes, and what makes or opens the workdir; changes nothing."""
     if "lm" in config.stages:
         check_attention(config)
     for name in config.stages:
@@ -254,4 +266,4 @@ def _prepared(
                 if not begun and not workdir.initial(name).exists():
                     workdir.import_initial(start, name)
 
-    return text, write
+    return text, {"tokenizer": tokenizer.fingerprint, **facts_of(corpus)}, write

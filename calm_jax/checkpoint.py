@@ -36,6 +36,13 @@ def _abstract(tree: Any, mesh: Mesh) -> Any:
     )
 
 
+class _Manager(ocp.CheckpointManager):
+    """Does not ask the runtime for signals: it would under numbers of its own, and the loop's would be missed."""
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
 class Checkpointer:
     """The checkpoints of one stage, a folder `<step>` each.
 
@@ -48,7 +55,7 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, create=True, cleanup_tmp_directories=True
         )
-        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+        self._manager = _Manager(folder.resolve(), options=options)
 
     @property
     def latest_step(self) -> int | None:
@@ -62,8 +69,7 @@ class Checkpointer:
             _ABOUT: ocp.args.JsonSave(about),
         }
         try:
-            # Unasked: Orbax would poll the runtime for preemption under numbers of its own, and processes would miss theirs.
-            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+            self._manager.save(step, args=ocp.args.Composite(**items))
         except (OSError, ValueError, RuntimeError) as error:
             raise _cannot_write(self.folder, error) from error
 

@@ -12,10 +12,7 @@ from ml_collections import ConfigDict, config_flags
 
 from calm_jax import processes
 from calm_jax.errors import Interrupted, UserError, nearest
-from calm_jax.interrupt import EndOnSignal
-
-# sysexits.h EX_TEMPFAIL, "try again later": launch scripts turn it into a restart.
-EXIT_INTERRUPTED = 75
+from calm_jax.interrupt import EXIT_INTERRUPTED, EndOnSignal
 
 
 def _is_news(record: logging_lib.LogRecord) -> bool:

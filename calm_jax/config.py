@@ -228,10 +228,11 @@ def as_json(config: Config) -> str:
     return json.dumps(as_dict(config), indent=2) + "\n"
 
 
-def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """A config's values by their whole keys."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}{key}.")
+            yield from leaves(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", list(value) if isinstance(value, tuple) else value
 
@@ -266,7 +267,7 @@ def differing_keys(
 ) -> list[tuple[str, Any, Any]]:
     """`(key, ours, stored)` of the keys in which a workdir's config forbids this one."""
     fixed = _MODEL_KEYS + _TRAINING_KEYS if training else _MODEL_KEYS
-    ours_flat, stored_flat = dict(_leaves(ours)), dict(_leaves(stored))
+    ours_flat, stored_flat = dict(leaves(ours)), dict(leaves(stored))
     keys = [
         key
         for key in ours_flat | stored_flat

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from calm_jax import processes
+from calm_jax import processes, startup
 from calm_jax.atomic import write_atomically
 from calm_jax.command import command, parse_flags
 from calm_jax.errors import UserError
@@ -48,7 +48,7 @@ _OPTIONS = (
     flags.DEFINE_string("long_context", None, "refuse or slide"),
     flags.DEFINE_integer("batch_size", None, "prompts generated together"),
 )
-_start_processes = processes.define_flags()
+_start_processes = startup.define_flags()
 # Options that a model with probabilities has no use for.
 _OF_LATENT_HEADS = ("sampler", "num_candidates", "max_draws", "draws_at_once", "prompt_alignment")
 
@@ -170,6 +170,8 @@ def main(argv: list[str]) -> None:
             raise UserError(f"--output={output} cannot be written: no such folder, or no right to")
     prompts = _prompts()
     _start_processes()
+    given = {flag.name: flag.value for flag in (*_OPTIONS, _SEED, _WORKDIR, _OUTPUT)}
+    processes.check_same(given | {"prompts": prompts})
     generator = Generator.load(_WORKDIR.value)
     options = _options(generator)
     if _OUTPUT.value:

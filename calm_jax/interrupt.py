@@ -19,6 +19,9 @@ from calm_jax.errors import Interrupted
 
 _SAME_SIGNAL_SECONDS = 1.0
 
+# sysexits.h EX_TEMPFAIL, "try again later": launch scripts turn it into a restart.
+EXIT_INTERRUPTED = 75
+
 # Over all stages, as processes count together.
 _polls = itertools.count()
 
@@ -30,7 +33,8 @@ def poll() -> None:
 
 
 def _is_asked() -> bool:
-    return processes.are_many() and multihost_utils.reached_preemption_sync_point(next(_polls))
+    on = processes.is_runtime_on()
+    return on and multihost_utils.reached_preemption_sync_point(next(_polls))
 
 
 def _interrupted(name: str) -> Interrupted:
@@ -38,11 +42,17 @@ def _interrupted(name: str) -> Interrupted:
 
 
 class _Handled(abc.ABC):
-    """Handles both signals inside a `with`; what was there before comes back after it."""
+    """Handles both signals inside a `with`; what was there before comes back after it.
+
+    With the runtime on, Ctrl-C becomes SIGTERM, which all hear of; a second one ends this process at once.
+    """
+
+    _is_passed_on = False
 
     def __enter__(self):
-        # SIGTERM is the runtime's if there are many.
-        numbers = [signal.SIGINT] if processes.are_many() else [signal.SIGTERM, signal.SIGINT]
+        # SIGTERM is the runtime's if it is on.
+        on = processes.is_runtime_on()
+        numbers = [signal.SIGINT] if on else [signal.SIGTERM, signal.SIGINT]
         self._previous = {number: signal.signal(number, self._received) for number in numbers}
         return self
 
@@ -51,10 +61,14 @@ class _Handled(abc.ABC):
             signal.signal(number, handler)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if processes.are_many():
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
+        if not processes.is_runtime_on():
             self._handle(signal.Signals(number).name)
+        elif self._is_passed_on:
+            # All may wait for something that does not come.
+            os._exit(EXIT_INTERRUPTED)
+        else:
+            self._is_passed_on = True
+            os.kill(os.getpid(), signal.SIGTERM)
 
     @abc.abstractmethod
     def _handle(self, name: str) -> None: ...

@@ -2,7 +2,7 @@
 
 python -m calm_jax.main --config=configs/quickstart.py [--workdir=DIR] [--mode=train|eval] [--config.KEY=VALUE ...]
 
-Every process of several runs this command (see `calm_jax.processes`).
+Every process of several runs this command (see `calm_jax.startup`).
 """
 
 import pathlib
@@ -11,7 +11,7 @@ import re
 from absl import app, flags
 from ml_collections import config_flags
 
-from calm_jax import processes, recipe
+from calm_jax import recipe, startup
 from calm_jax.command import command, parse_recipe_flags
 from calm_jax.config import resolve
 from calm_jax.errors import UserError
@@ -27,7 +27,7 @@ _OVERWRITE = flags.DEFINE_bool("overwrite", False, "delete the run in the workdi
 _PROFILE = flags.DEFINE_string(
     "profile", "", "A:B writes a JAX profiler trace of steps A to B of each stage that trains"
 )
-_start_processes = processes.define_flags()
+_start_processes = startup.define_flags()
 
 
 def _default_workdir(config_flag: str) -> pathlib.Path:

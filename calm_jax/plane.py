@@ -20,6 +20,7 @@ from calm_jax import brier, processes
 from calm_jax.data.blocks import BlockSource
 from calm_jax.evaluate import EvalConfig, part_of
 from calm_jax.generation import Bind
+from calm_jax.interrupt import poll
 from calm_jax.models.transformer import Packed
 from calm_jax.sampler_search import Sampled
 from calm_jax.samplers import SamplerConfig, sample_chunk
@@ -249,6 +250,7 @@ def _point(
         sampled = jax.block_until_ready(run())
         seconds += time.perf_counter() - began
         sampled = processes.fetch(sampled)
+        poll()
         token_P2T = np.asarray(sampled.tokens).reshape(len(one.chunk_P), 2, -1)
         token_P24 = token_P2T[..., : brier.ORDERS]
         right_P4 = np.cumprod(token_P24 == one.target_P4[:, None], axis=-1).mean(1)

@@ -5,6 +5,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -30,10 +31,8 @@ class Run:
     def __init__(self, config: Config, workdir: Workdir, mesh: Mesh, text: Text):
         self.config, self.workdir, self.mesh, self.text = config, workdir, mesh, text
         self.tokenizer = workdir.tokenizer
-
-    @functools.cached_property
-    def log(self) -> MetricsLog:
-        return MetricsLog(self.workdir.path)
+        # Made by all at once, as they agree on what it holds.
+        self.log = MetricsLog(workdir.path)
 
     @functools.cached_property
     def autoencoder_task(self) -> AutoencoderTask:
@@ -138,6 +137,7 @@ class Run:
 
 def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Profile) -> None:
     """Trains what the config asks for and is not trained yet, scores it, and shows what came out."""
+    beginning.check_command(config, workdir, "overwrite" if overwrite else "train")
     if processes.agree(not overwrite and workdir.exists and beginning.is_finished(config, workdir)):
         processes.together(lambda: workdir.check_config(config, training=True))
         print(
@@ -190,31 +190,36 @@ def _train_and_report(run: Run, profile: Profile) -> None:
 def run_evaluation(config: Config, workdir: Workdir) -> None:
     """Scores what a workdir holds with the config's `eval` section, and appends it to evaluations.jsonl."""
 
-    def check() -> Mesh:
+    def check() -> tuple[Mesh, dict[str, Any]]:
         workdir.check_config(config, training=False)
         if config.eval.temperatures:
             report.check_drawable()
             plane.ways(config.eval, config.sample.sampler_config, config.has_autoencoder)
         mesh = make_mesh(config.mesh)
         check_batch("eval.batch_size", config.eval.batch_size, mesh)
-        return mesh
+        return mesh, workdir.facts()
 
-    def read() -> tuple[Run, bool, Evaluator | None]:
+    def read() -> tuple[Text, dict[str, Any]]:
         beginning.check_attention(config)
         corpus = read_corpus(config)
         change = "" if workdir.is_converted else workdir.change_of_text(corpus)
         if change:
             print(f"data: not the text that this run was trained with. {change}")
-        run = Run(config, workdir, mesh, Text(config, corpus, workdir.tokenizer))
+        facts = beginning.facts_of(corpus)
+        return Text(config, corpus, workdir.tokenizer), facts
+
+    beginning.check_command(config, workdir, "eval")
+    mesh, facts = processes.together(check)
+    processes.check_same(facts)
+    with jax.set_mesh(mesh):
+        text, facts = processes.together(read)
+        processes.check_same(facts)
+        run = Run(config, workdir, mesh, text)
         has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
         # Refuses a context longer than the text before anything is computed.
         # Records with prompts are scored as they are: their prompts are the context.
         is_scored = has_lm and not config.data.prompt_field
-        return run, has_lm, run.equal_context_evaluator() if is_scored else None
-
-    mesh = processes.together(check)
-    with jax.set_mesh(mesh):
-        run, has_lm, equal_context = processes.together(read)
+        equal_context = run.equal_context_evaluator() if is_scored else None
         results: dict[str, Mapping] = {}
         frozen: Params = {}
         if config.has_autoencoder:

@@ -16,6 +16,7 @@ from calm_jax.config import Config
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 from calm_jax.generation import SampleConfig, State, complete, go_on, start
+from calm_jax.interrupt import poll
 from calm_jax.mesh import make_mesh
 from calm_jax.pool_samplers import Prefix
 from calm_jax.sampler_search import Sampled
@@ -170,6 +171,7 @@ class Generator:
     def load(cls, folder: str | pathlib.Path) -> "Generator":
         """The model in a workdir. Raises `UserError` if there is none."""
         workdir = Workdir(pathlib.Path(folder))
+        processes.check_same(processes.together(workdir.facts))
         config = workdir.config
         mesh = make_mesh(config.mesh)
         with jax.set_mesh(mesh):
@@ -308,6 +310,7 @@ class Generator:
             )
             chunks, last = processes.fetch((chunks, state.step))
             seconds = time.monotonic() - began
+            poll()
             for place in range(last - step):
                 for index, row in enumerate(rows):
                     if not row.continuation.finish:

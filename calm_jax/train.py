@@ -1,5 +1,6 @@
 """The training loop. It knows no model: a `Task` has the parameters and the loss."""
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -232,6 +233,10 @@ class Stage:
     flops_per_token: float
 
 
+class _Left(Exception):
+    """An evaluation that was not done to its end."""
+
+
 class Trainer:
     """Trains a stage to its last step, from its latest checkpoint if there is one.
 
@@ -382,16 +387,25 @@ class Trainer:
         self._progress.values(step, values)
 
     def _evaluate(self, step: int, stop: NoteSignal) -> None:
-        """On a part of the validation split; after the last step comes the whole of it."""
+        """On a part of the validation split; after the last step comes the whole of it.
+
+        A signal ends it, as saving comes first; the run that goes on from there makes up for it.
+        """
         config, name = self._stage.training, self._stage.name
         if step % config.eval_every or not 0 < step < config.num_steps:
             return
         began = time.monotonic()
         if self._log.find(name, "validation_part", step) is None:
-            values = self._stage.evaluator(
-                self._state.params, self._stage.frozen, self._part_blocks, between=stop.asked
-            )
-            self._log.write(name, "validation_part", step, values)
+
+            def leave_if_asked() -> None:
+                if stop.asked():
+                    raise _Left
+
+            with contextlib.suppress(_Left):
+                values = self._stage.evaluator(
+                    self._state.params, self._stage.frozen, self._part_blocks, leave_if_asked
+                )
+                self._log.write(name, "validation_part", step, values)
         # Not training time: neither in the rates nor in the total.
         self._logged_at += time.monotonic() - began
 

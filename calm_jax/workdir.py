@@ -16,6 +16,7 @@ import json
 import pathlib
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jax.sharding import Mesh
 from calm_jax import checkpoint
 from calm_jax.atomic import write_atomically
 from calm_jax.brier import Protocol
-from calm_jax.config import Config, as_dict, as_json, differing_keys, resolve
+from calm_jax.config import Config, as_dict, as_json, differing_keys, leaves, resolve
 from calm_jax.data.corpus import Corpus, Source
 from calm_jax.data.documents import Document
 from calm_jax.data.shards import PreparedText
@@ -129,7 +130,7 @@ def _describe_source(source: Source) -> dict:
     }
 
 
-def _describe(corpus: Corpus) -> dict[str, dict]:
+def describe(corpus: Corpus) -> dict[str, dict]:
     """Of each source of each text; of a text of one source just that."""
     own = () if corpus.autoencoder_sources is corpus.sources else corpus.autoencoder_sources
     texts = {"train": corpus.sources, "autoencoder": own, "validation": (corpus.validation,)}
@@ -185,6 +186,15 @@ class Workdir:
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path / "tokenizer")
 
+    def facts(self) -> dict[str, Any]:
+        """What every process has to see here: config, tokenizer, steps of the checkpoints."""
+        steps = {
+            f"checkpoint of {stage}": checkpoint.latest_step(self.checkpoints(stage))
+            for stage in ("autoencoder", "lm")
+        }
+        known = dict(leaves(as_dict(self.config)))
+        return known | steps | {"tokenizer": self.tokenizer.fingerprint}
+
     def check_config(self, config: Config, training: bool) -> None:
         """Raises `UserError` that names the first key in which `config` does not fit what is here."""
         pairs = differing_keys(as_dict(config), as_dict(self.config), training)
@@ -210,7 +220,7 @@ class Workdir:
             stored = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error})") from error
-        for split, now in _describe(corpus).items():
+        for split, now in describe(corpus).items():
             # A text that no stage needed yet is not there.
             then = stored.get(split, now)
             if then != now:
@@ -224,7 +234,7 @@ class Workdir:
         """Writes down what text a stage begins with that the others did not need."""
         path = self.path / "corpus.json"
         stored = json.loads(path.read_text(encoding="utf-8"))
-        now = _describe(corpus) | stored
+        now = describe(corpus) | stored
         if now != stored:
             write_atomically(path, json.dumps(now, indent=2) + "\n")
 
@@ -264,7 +274,7 @@ class Workdir:
 
     def create(self, config: Config, tokenizer: Tokenizer, corpus: Corpus) -> None:
         """Writes what describes a new run; config.json last, which is what makes it a workdir."""
-        self._create(config, tokenizer, "corpus.json", _describe(corpus))
+        self._create(config, tokenizer, "corpus.json", describe(corpus))
 
     def create_converted(self, config: Config, tokenizer: Tokenizer, origin: dict) -> None:
         """The same for parameters that come from elsewhere; `origin` says from where."""

@@ -114,7 +114,7 @@ def test_a_dry_run_prints_commands_that_the_package_has_and_does_nothing(case, p
     assert bool(asked) == (case not in alone)
     keys = calm_m.get_config()
     for module, flags in asked:
-        known = defined_flags(module) | defined_flags("calm_jax.processes")
+        known = defined_flags(module) | defined_flags("calm_jax.startup")
         for flag in flags:
             name, _, value = flag.removeprefix("--").partition("=")
             assert flag.startswith("--"), flag

@@ -13,7 +13,7 @@ import numpy as np
 from absl import app, flags
 from ml_collections import config_flags
 
-from calm_jax import flops, processes
+from calm_jax import flops, startup
 from calm_jax.accelerators import accelerator
 from calm_jax.command import command, parse_recipe_flags
 from calm_jax.config import resolve
@@ -27,7 +27,7 @@ from calm_jax.train import init_state, jit_step, make_step
 _CONFIG = config_flags.DEFINE_config_file("config", None, "recipe: a file with get_config()")
 _STAGE = flags.DEFINE_enum("stage", "lm", ["lm", "autoencoder"], "which of the recipe's stages")
 _STEPS = flags.DEFINE_integer("steps", 20, "steps to time, after two others", lower_bound=1)
-_start_processes = processes.define_flags()
+_start_processes = startup.define_flags()
 
 
 @command
