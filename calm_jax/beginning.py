@@ -16,7 +16,7 @@ from calm_jax.errors import UserError
 from calm_jax.mesh import check_batch
 from calm_jax.models import attention
 from calm_jax.packed import Text, read_corpus
-from calm_jax.train import check_batches
+from calm_jax.step import check_batches
 from calm_jax.workdir import Workdir, describe
 
 # Keys that say how a model is trained or sampled, not what it is.

@@ -20,7 +20,7 @@ from calm_jax.mesh import MeshConfig
 from calm_jax.models.autoencoder import AutoencoderConfig
 from calm_jax.models.transformer import TransformerConfig
 from calm_jax.optim import OptimizerConfig
-from calm_jax.train import TrainingConfig
+from calm_jax.step import TrainingConfig
 
 STAGES = ("autoencoder", "lm", "all")
 

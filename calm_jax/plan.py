@@ -3,7 +3,7 @@
 python -m calm_jax.plan --config=configs/calm_xl.py --topology=v5e:16x16 --config.mesh.data=16 --config.mesh.fsdp=16
 python -m calm_jax.plan --config=configs/calm_m.py --fit=v5e --price_per_hour=1.2
 
-Needs pip install 'calm_jax[plan]' for TPUs (v4, v5e, v5p, v6e) and 'calm_jax[plan_cuda]' for NVIDIA (h100). No accelerator
+Needs pip install -e '.[plan]' for TPUs (v4, v5e, v5p, v6e) and '.[plan_cuda]' for NVIDIA (h100). No accelerator
 is touched. Exit status 1: it does not fit.
 """
 
@@ -144,7 +144,9 @@ def _fit(config: Config) -> tuple[list[Try], Plan | None]:
     def note(text: str) -> None:
         print(text, flush=True)
 
-    tries = fit(config, _STAGE.value, of_family(_FIT.value), _compile, note)
+    family = of_family(_FIT.value)
+    family[0].check_compiler()
+    tries = fit(config, _STAGE.value, family, _compile, note)
     plans = [one.plan for one in tries if one.plan is not None]
     return tries, plans[-1] if plans else None
 
@@ -173,7 +175,8 @@ def main(argv: list[str]) -> int:
         write_atomically(pathlib.Path(_OUTPUT.value), json.dumps(finite(record), indent=2) + "\n")
     if plan is None:
         raise UserError(
-            f"--fit={_FIT.value}: no size can be tried; mesh and batch do not go together"
+            f"--fit={_FIT.value}: no size could be compiled; {tries[-1].topology}: {tries[-1].why_not}. A family with more memory, "
+            "mesh.tensor, or a batch that divides over more devices may help"
         )
     if plan.fits:
         return 0

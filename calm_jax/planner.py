@@ -18,9 +18,9 @@ from calm_jax.data.tokenizers import Vocabulary, vocabulary
 from calm_jax.errors import UserError
 from calm_jax.mesh import BATCH, MeshConfig, make_mesh, shardings
 from calm_jax.optim import make_optimizer
+from calm_jax.step import batch_shapes, check_batches, fresh_state, jit_step, make_step
 from calm_jax.tasks import Task
 from calm_jax.topology import Topology
-from calm_jax.train import batch_shapes, check_batches, fresh_state, jit_step, make_step
 from calm_jax.workdir import make_autoencoder_task, make_lm_task
 
 
@@ -173,22 +173,24 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
 # TPU compilers refuse what does not fit, and say how much it is.
 _SIZE = r"([\d.]+)([KMGT]?)"
 _TOO_LARGE = (
-    # The whole, as used and available.
-    re.compile(rf"Used {_SIZE}i?B? of {_SIZE}i?B? hbm"),
+    # Everything, as used and available.
+    (re.compile(rf"Used {_SIZE}i?B? of {_SIZE}i?B? hbm"), True),
     # Temporaries alone, and available.
-    re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
+    (re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)"), False),
 )
 
 
-def too_large(message: str) -> tuple[float, float] | None:
-    """The bytes that a compiler's refusal says are needed, and available; None for another error."""
+def too_large(message: str) -> tuple[float, float, bool] | None:
+    """The bytes that a compiler's refusal says are needed, and available, and whether the first are of everything or of
+    temporaries alone; None for another error."""
     if "RESOURCE_EXHAUSTED" not in message:
         return None
-    for pattern in _TOO_LARGE:
+    for pattern, is_whole in _TOO_LARGE:
         found = pattern.search(message)
         if found:
             needed, unit, available, available_unit = found.groups()
-            return float(needed) * _UNITS[unit], float(available) * _UNITS[available_unit]
+            sizes_of = float(needed) * _UNITS[unit], float(available) * _UNITS[available_unit]
+            return *sizes_of, is_whole
     return None
 
 
@@ -210,15 +212,16 @@ def compile_plan(lowered: Lowered) -> Plan:
     tokens = section.training.batch_size * section.data.block_tokens
     options = _OPTIONS.get(topology.platform)
     xla_flops, collectives, unknown = math.nan, {}, ()
-    memory, available = dict(lowered.arguments), accelerator.memory
+    memory, available = dict(lowered.arguments), topology.memory
     try:
         program = lowered.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        sizes_found = too_large(str(error))
-        if sizes_found is None:
+        found = too_large(str(error))
+        if found is None:
             raise
-        temporaries, available = sizes_found
-        memory["temporaries"] = temporaries
+        needed, available, is_whole = found
+        known = sum(memory.values()) if is_whole else 0.0
+        memory["temporaries"] = max(0.0, needed - known)
     else:
         stats = program.memory_analysis()
         memory["temporaries"] = float(stats.temp_size_in_bytes)
@@ -296,11 +299,9 @@ def fit(
         try:
             lowered = prepare(one, stage, topology)
         except UserError as error:
-            if topology.num_devices > 1 and str(error).startswith("--topology"):
-                raise
             tries.append(Try(topology, None, str(error)))
         else:
-            least, has = sum(lowered.arguments.values()), topology.accelerator.memory
+            least, has = sum(lowered.arguments.values()), topology.memory
             if least > has:
                 why = f"{least / 2**30:.1f} GiB of parameters and state, of {has / 2**30:.1f} GiB"
                 tries.append(Try(topology, None, why))

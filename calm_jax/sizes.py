@@ -108,12 +108,15 @@ def fsdp_traffic(
 ) -> float:
     """Bytes that each device receives in a step of ideal fully sharded training, where nothing moves but this.
 
-    For each microbatch: every trained parameter gathered once forward and once backward, and its gradient scattered once,
-    in the precision of the arithmetic; of the frozen autoencoder, its encoder and embeddings once, in float32. And for each
+    For each microbatch: every trained parameter gathered once forward and, but for the embeddings, whose gradient has no use
+    for them, once backward, and its gradient scattered once, in the precision of the arithmetic; of the frozen autoencoder, its encoder and embeddings once, in float32. And for each
     step, where the mesh has a data axis, the sum over it of a device's shard of the gradients, there and back.
     """
-    ours = sum(trained(config, stage, vocab_size).values()) * _BYTES[config.compute_dtype]
+    own, size = trained(config, stage, vocab_size), _BYTES[config.compute_dtype]
+    ours = sum(own.values()) * size
+    # The autoencoder's are its logits' weights, too.
+    once = own["token embeddings"] * size if stage == "lm" else 0
     parts = frozen(config, stage, vocab_size)
     read = parts.get("encoder", 0) + parts.get("token embeddings", 0)
-    whole = microbatches * (3.0 * ours + read * _BYTES_OF_FLOAT32)
+    whole = microbatches * (3.0 * ours - once + read * _BYTES_OF_FLOAT32)
     return whole * (fsdp - 1) / fsdp + 2 * (data - 1) / data * ours / fsdp

@@ -12,11 +12,11 @@ from jax import Array
 from calm_jax import brier
 from calm_jax.data.blocks import MASKED
 from calm_jax.losses import Posterior, cross_entropy
-from calm_jax.mesh import rows_per_device
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.calm import CALM
 from calm_jax.models.transformer import Fork, KVCache, Memory, Packed, TransformerConfig
+from calm_jax.placement import rows_per_device
 from calm_jax.sampling import ChunkModel, at_once
 
 Params = dict[str, Any]

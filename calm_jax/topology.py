@@ -20,6 +20,8 @@ _CUBIC = (
     "16x16x16",
 )
 _PER_HOST = 8
+# What the scripts of launch/ let JAX take.
+_OF_A_GPUS_MEMORY = 0.92
 # Bytes a second that a GPU receives from other hosts, over one 400 Gbit/s card a GPU, as in NVIDIA's own DGX H100.
 _BETWEEN_HOSTS = 50e9
 
@@ -91,19 +93,26 @@ class Topology:
             return dataclasses.replace(known, interconnect=_BETWEEN_HOSTS)
         return known
 
-    def devices(self) -> list[jax.Device]:
-        """Stand-ins to compile for. Raises `UserError` where the compiler is not installed."""
+    @property
+    def memory(self) -> float:
+        """Bytes of each device that a program may use."""
+        share = _OF_A_GPUS_MEMORY if self.platform == "cuda" else 1.0
+        return share * self.accelerator.memory
+
+    def check_compiler(self) -> None:
+        """Raises `UserError` where what compiles for it is not installed."""
         if self.platform == "tpu":
+            _need("libtpu", f"{self}: compiling for TPUs needs pip install -e '.[plan]'")
+        else:
             _need(
-                "libtpu",
-                f"--topology={self}: compiling for TPUs needs pip install 'calm_jax[plan]'",
+                "jax_plugins.xla_cuda13",
+                f"{self}: compiling for NVIDIA needs pip install -e '.[plan_cuda]'",
             )
-            return _tpus(self)
-        _need(
-            "jax_plugins.xla_cuda13",
-            f"--topology={self}: compiling for NVIDIA needs pip install 'calm_jax[plan_cuda]'",
-        )
-        return _gpus(self)
+
+    def devices(self) -> list[jax.Device]:
+        """Stand-ins to compile for. Raises `UserError` as `check_compiler` does."""
+        self.check_compiler()
+        return _tpus(self) if self.platform == "tpu" else _gpus(self)
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ NO_CUDA = (
     if importlib.util.find_spec("jax_plugins")
     else True
 )
-need_tpu = pytest.mark.skipif(NO_TPU, reason="no libtpu: pip install 'calm_jax[plan]'")
+need_tpu = pytest.mark.skipif(NO_TPU, reason="no libtpu: pip install -e '.[plan]'")
 need_cuda = pytest.mark.skipif(NO_CUDA, reason="no jax-cuda13-plugin and jax-cuda13-pjrt")
 
 
@@ -68,11 +68,11 @@ def test_a_family_that_is_not_there_is_answered_by_those_that_are():
 
 
 @pytest.mark.parametrize(
-    "name, advice", [("v5e:2x2", r"calm_jax\[plan\]"), ("h100:8", r"calm_jax\[plan_cuda\]")]
+    "name, advice", [("v5e:2x2", r"'\.\[plan\]'"), ("h100:8", r"'\.\[plan_cuda\]'")]
 )
 def test_a_missing_compiler_is_named_with_its_installation(monkeypatch, name, advice):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=rf"--topology={name}: .*pip install .*{advice}"):
+    with pytest.raises(UserError, match=rf"{name}: .*pip install .*{advice}"):
         topology.parse(name).devices()
 
 
@@ -132,12 +132,12 @@ def test_a_step_takes_the_longer_of_computing_and_exchanging():
         (
             "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (52.87G) "
             "exceeds available HBM (15.75G).",
-            (52.87 * 2**30, 15.75 * 2**30),
+            (52.87 * 2**30, 15.75 * 2**30, False),
         ),
         (
             "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20.10G of "
             "15.75G hbm. Exceeded hbm capacity by 4.35G.",
-            (20.1 * 2**30, 15.75 * 2**30),
+            (20.1 * 2**30, 15.75 * 2**30, True),
         ),
         ("INTERNAL: something else of 3G", None),
     ],

@@ -22,8 +22,9 @@ from calm_jax.heads import HEADS
 from calm_jax.mesh import global_batch, make_mesh, shardings
 from calm_jax.metrics import MetricsLog
 from calm_jax.optim import make_optimizer
+from calm_jax.step import init_state, make_step
 from calm_jax.tasks import ratio
-from calm_jax.train import Profile, Stage, Trainer, init_state, make_step
+from calm_jax.train import Profile, Stage, Trainer
 from calm_jax.workdir import make_autoencoder_task, make_lm_task
 from tests.tiny_recipe import get_config
 

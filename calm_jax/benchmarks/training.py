@@ -22,7 +22,7 @@ from calm_jax.errors import UserError
 from calm_jax.mesh import global_batch, make_mesh, rows_here, shardings
 from calm_jax.metrics import duration
 from calm_jax.planner import check_stage, stage_of
-from calm_jax.train import init_state, jit_step, make_step
+from calm_jax.step import init_state, jit_step, make_step
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "recipe: a file with get_config()")
 _STAGE = flags.DEFINE_enum("stage", "lm", ["lm", "autoencoder"], "which of the recipe's stages")

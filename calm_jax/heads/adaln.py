@@ -9,8 +9,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.losses import Posterior
-from calm_jax.mesh import constrain
 from calm_jax.models.layers import layer_norm, linear, normal_init
+from calm_jax.placement import constrain
 
 # Cosines and sines of the time embedding, and the longest of their wavelengths over 2 pi.
 _NUM_FREQUENCIES = 128

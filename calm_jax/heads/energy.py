@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
 from calm_jax.losses import Posterior, energy_score
-from calm_jax.mesh import constrain, gathered_kernel
 from calm_jax.models.layers import layer_norm, linear, normal_init
+from calm_jax.placement import constrain, gathered_kernel
 
 
 @dataclasses.dataclass(frozen=True)

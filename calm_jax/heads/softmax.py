@@ -12,8 +12,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.losses import cross_entropy
-from calm_jax.mesh import gathered_in
 from calm_jax.models.layers import normal_init
+from calm_jax.placement import gathered_in
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
-from calm_jax.mesh import rows_spec, tensor_spec
+from calm_jax.placement import rows_spec, tensor_spec
 
 CHOICES = ("auto", "xla", "cudnn", "splash")
 # Under this name the splash kernel's results are known to the policies of `lm.model.remat`.

@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
 from calm_jax.losses import Posterior, clamped_kl, cross_entropy
-from calm_jax.mesh import constrain
 from calm_jax.models.layers import SwiGLU, linear, look_up, normal_init
+from calm_jax.placement import constrain
 
 
 @dataclasses.dataclass(frozen=True)

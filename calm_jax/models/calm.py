@@ -7,9 +7,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.losses import Posterior
-from calm_jax.mesh import constrain
 from calm_jax.models.layers import layer_norm, linear, look_up, normal_init
 from calm_jax.models.transformer import Memory, Transformer, TransformerConfig
+from calm_jax.placement import constrain
 
 
 def _normal_but_zero_row(row: int) -> nn.initializers.Initializer:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.mesh import constrain_groups, each_group, gathered, product
+from calm_jax.placement import constrain_groups, each_group, gathered, product
 
 # Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
 normal_init = nn.initializers.normal(0.02)

@@ -11,9 +11,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
-from calm_jax.mesh import PRODUCT, constrain
 from calm_jax.models import attention
 from calm_jax.models.layers import SwiGLU, linear, rotary_angles, rotate
+from calm_jax.placement import PRODUCT, constrain
 
 # What each way of `lm.model.remat` keeps of a layer for the backward pass; None for everything.
 _KEPT = {
