@@ -414,7 +414,7 @@ def step_by_step(model, token_BLK, key_BLJ, num_samples):
     [
         (1, True, [99]),
         pytest.param(1, False, [99], marks=pytest.mark.slow),
-        (2, False, [1, 4, 99]),
+        pytest.param(2, False, [1, 4, 99], marks=pytest.mark.slow),
         pytest.param(3, False, [99], marks=pytest.mark.slow),
     ],
 )

@@ -549,6 +549,7 @@ def test_a_tensor_that_is_missing_or_of_another_shape_or_type_is_named(
 INSIDE = drop("ae_model.")
 
 
+@pytest.mark.slow
 def test_the_autoencoder_may_come_by_itself(golden, converted, tmp_path):
     expected = params(converted(golden / "energy_k4"))
     assert_same(params(converted(golden / "energy_k4", golden / "ae_k4", name="both")), expected)

@@ -469,7 +469,10 @@ def states_of(h_BLD):
     return np.stack([h_BLD[row, n - 1 : n + STEPS] for row, n in enumerate(LENGTHS)])
 
 
-@pytest.mark.parametrize(("window", "size", "piece"), [(8, 16, 8), (5, 12, 4), (20, 32, 8)])
+@pytest.mark.parametrize(
+    ("window", "size", "piece"),
+    [pytest.param(8, 16, 8, marks=pytest.mark.slow), (5, 12, 4), (20, 32, 8)],
+)
 def test_a_sliding_cache_equals_a_full_forward_with_a_window(window, size, piece, monkeypatch):
     """Ragged prompts beyond window and ring, read in pieces, and steps beyond the ring; positions run on."""
     model, tokens_BLK = real_model()

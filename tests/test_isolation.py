@@ -193,7 +193,7 @@ def test_a_packed_block_costs_what_its_documents_cost(variant, choice, remat):
 @pytest.mark.parametrize(
     "variant",
     [
-        "head=softmax",
+        pytest.param("head=softmax", marks=pytest.mark.slow),
         pytest.param("k=4", marks=pytest.mark.slow),
         pytest.param("k=2", marks=pytest.mark.slow),
     ],

@@ -144,6 +144,7 @@ def files(tmp_path) -> list[pathlib.Path]:
 # --- The same bytes -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_workers_give_the_bytes_of_a_loop(tmp_path, files):
     output = tmp_path / "deep" / "out"
     printed = run(PREPARE, *arguments(files, output, "--workers=2", "--shard_characters=900"))
