@@ -62,7 +62,14 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
             f"mesh: data={config.data} x fsdp={config.fsdp} x tensor={config.tensor} does not make up "
             f"{len(devices)} device(s)"
         )
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    try:
+        return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    except NotImplementedError as error:
+        # Axes of a TPU's mesh follow the sides of its slice.
+        raise UserError(
+            f"mesh: data={sizes[0]} x fsdp={sizes[1]} x tensor={sizes[2]} cannot be laid over these {len(devices)} devices, each "
+            "axis over whole sides of the slice: give sizes that are products of its sides"
+        ) from error
 
 
 def check_batch(name: str, batch_size: int, mesh: Mesh) -> None:

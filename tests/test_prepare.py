@@ -365,7 +365,12 @@ def test_a_command_that_is_killed_while_it_reads_goes_on(tmp_path, large):
 def test_two_commands_at_once_are_one_and_a_refusal(tmp_path, large):
     output = tmp_path / "out"
     command = begin(large, output, 2, shards=1)
-    line = run(PREPARE, *large[0], f"--output={output}", status=2)
+    # Not to be done before the other has begun.
+    command.send_signal(signal.SIGSTOP)
+    try:
+        line = run(PREPARE, *large[0], f"--output={output}", status=2)
+    finally:
+        command.send_signal(signal.SIGCONT)
     assert line == f"error: --output={output}: another process is preparing it"
     out, err = command.communicate(timeout=100)
     assert command.returncode == 0, out + err

@@ -30,7 +30,7 @@ PLANS = (
     ("calm_l", "h100:8", 1, 8, 8),
     ("calm_xl", "v5e:16x16", 16, 16, 1),
     ("calm_xl", "v5p:2x2x4", 1, 16, 4),
-    ("calm_xl", "v6e:8x8", 1, 64, 4),
+    ("calm_xl", "v6e:8x8", 8, 8, 4),
     ("calm_xl", "h100:8", 1, 8, 16),
 )
 
@@ -60,11 +60,10 @@ def line(chosen: tuple, plan: dict) -> str:
         f"{plan['traffic'] / 1e9:.1f}",
         f"{plan['traffic'] / plan['ideal_traffic']:.2f}",
         f"{plan['seconds']:.2f}",
-        f"{plan['utilisation_bound']:.0%}",
         f"{plan['device_hours']:,.0f}",
     ]
     if not plan["fits"]:
-        cells[5:] = ["does not fit"] + [""] * 4
+        cells[5:] = ["does not fit"] + [""] * 3
     return f"| {' | '.join(cells)} |"
 
 
