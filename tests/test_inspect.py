@@ -69,6 +69,7 @@ def test_a_document_that_does_not_is_counted(tmp_path):
     assert round_trips(cut, 9) == (0, 1)
 
 
+@pytest.mark.slow
 def test_the_command_shows_it_and_finds_damage(text, tmp_path):
     out = run(
         "calm_jax.data.inspect", str(text.folder), "--examples=1", "--tokens=8", "--checksums"

@@ -103,7 +103,8 @@ def expected(chunk_size: int, exponent: float) -> tuple[np.ndarray, np.ndarray]:
     return np.array(accuracy), np.array(collision)
 
 
-@pytest.mark.parametrize("chunk_size", [pytest.param(4, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk_size", [4, 2])
 def test_points_are_those_of_the_known_law(chunk_size):
     """Five standard errors: a false alarm in a hundred thousand for 32 numbers."""
     result = measure(chunk_size, (1.0, 0.5), samplers=("pooled", "published"), candidates=(500,))

@@ -156,6 +156,7 @@ def test_workers_give_the_bytes_of_a_loop(tmp_path, files):
     assert not (output / "work").exists()
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_other_clusters_on_the_machine(tmp_path, files):
     """Dask's HTTP server has a port of its own, if any."""
     with socket.socket() as taken:

@@ -576,6 +576,7 @@ def test_no_prompts_make_no_texts():
     assert generate([]) == []
 
 
+@pytest.mark.slow
 def test_calls_of_similar_lengths_compile_nothing_new():
     """Other prompts, numbers of tokens, stop strings, seeds; streaming or not."""
     generator = tiny().generator()
