@@ -186,8 +186,8 @@ def facts_of(corpus: Corpus) -> dict[str, Any]:
 
 def check_command(config: Config, workdir: Workdir, what: str) -> None:
     """Raises `AgreedError` unless all processes were given the same command; `what` is to be done."""
-    given = {"command": what, "workdir": str(workdir.path)} | dict(leaves(as_dict(config)))
-    processes.check_same(given)
+    given = {"command": what, "workdir": str(workdir.path)}
+    processes.check_same(lambda: given | dict(leaves(as_dict(config))))
 
 
 def check_attention(config: Config) -> None:
@@ -210,7 +210,7 @@ def begin(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Text
 
 def _prepared(
     config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh
-) -> tuple[Text, dict[str, Any], Callable[[], None]]:
+) -> tuple[Text, Callable[[], dict[str, Any]], Callable[[], None]]:
     """The text, what has to be the same on all processes, and what makes or opens the workdir; changes nothing."""
     if "lm" in config.stages:
         check_attention(config)
@@ -266,4 +266,7 @@ def _prepared(
                 if not begun and not workdir.initial(name).exists():
                     workdir.import_initial(start, name)
 
-    return text, {"tokenizer": tokenizer.fingerprint, **facts_of(corpus)}, write
+    def facts() -> dict[str, Any]:
+        return {"tokenizer": tokenizer.fingerprint} | facts_of(corpus)
+
+    return text, facts, write

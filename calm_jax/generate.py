@@ -171,7 +171,7 @@ def main(argv: list[str]) -> None:
     prompts = _prompts()
     _start_processes()
     given = {flag.name: flag.value for flag in (*_OPTIONS, _SEED, _WORKDIR, _OUTPUT)}
-    processes.check_same(given | {"prompts": prompts})
+    processes.check_same(lambda: given | {"prompts": prompts})
     generator = Generator.load(_WORKDIR.value)
     options = _options(generator)
     if _OUTPUT.value:

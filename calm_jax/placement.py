@@ -16,8 +16,8 @@ PRODUCT = "product"
 
 def _ways() -> int:
     """Over how many devices of the mesh that is set rows lie; 1 without one."""
-    shape = jax.sharding.get_abstract_mesh().shape
-    return math.prod(shape.get(axis, 1) for axis in ("data", "fsdp"))
+    (axes,), shape = BATCH, jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape.get(axis, 1) for axis in axes)
 
 
 def rows_per_device(rows: int) -> int:
@@ -101,12 +101,12 @@ def product(
 
     A parameter that is gathered is gathered anew for the gradient and not kept.
     """
-    if _ways() == 1 or len(x) % _ways() or x.size < kernel.size:
-        plain = jax.lax.dot_general(x, kernel, dimension_numbers, precision)
-        return checkpoint_name(plain, PRODUCT)
 
     def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return jax.lax.dot_general(x, kernel, dimension_numbers, precision)
+
+    if _ways() == 1 or len(x) % _ways() or x.size < kernel.size:
+        return checkpoint_name(dot(x, kernel), PRODUCT)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def with_whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -124,8 +124,7 @@ def product(
 def rows_spec(rows: int) -> tuple[str, ...] | None:
     """The axes of the mesh that is set over which a batch of so many rows lies; None if it cannot be split."""
     (axes,) = BATCH
-    shape = jax.sharding.get_abstract_mesh().shape
-    return None if rows % math.prod(shape[axis] for axis in axes) else axes
+    return None if rows % _ways() else axes
 
 
 def tensor_spec(size: int) -> str | None:

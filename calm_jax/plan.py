@@ -99,7 +99,7 @@ def _rows(plan: Plan, efficiency: float, price: float) -> list[tuple[str, str]]:
     if plan.unknown_loops:
         rows.append(("loops counted once", ", ".join(plan.unknown_loops)))
     seconds = plan.seconds(efficiency)
-    hours = plan.num_steps * seconds / 3600
+    hours = plan.hours(efficiency)
     rows += [
         ("MFU at most", f"{plan.utilisation(1):.1%}"),
         (
@@ -119,13 +119,12 @@ def _rows(plan: Plan, efficiency: float, price: float) -> list[tuple[str, str]]:
 
 
 def _record(plan: Plan, efficiency: float, price: float) -> dict:
-    seconds = plan.seconds(efficiency)
-    hours = plan.num_steps * seconds / 3600 * plan.num_devices
+    hours = plan.hours(efficiency) * plan.num_devices
     return dataclasses.asdict(plan) | {
         "fits": plan.fits,
         "traffic": plan.traffic,
         "efficiency": efficiency,
-        "seconds": seconds,
+        "seconds": plan.seconds(efficiency),
         "utilisation": plan.utilisation(efficiency),
         "utilisation_bound": plan.utilisation(1),
         "device_hours": hours,

@@ -76,6 +76,10 @@ class Plan:
         computing = (self.flops + self.recomputed) / (self.num_devices * self.accelerator.flops)
         return max(computing, self.traffic / self.accelerator.interconnect) / efficiency
 
+    def hours(self, efficiency: float) -> float:
+        """Of all steps."""
+        return self.num_steps * self.seconds(efficiency) / 3600
+
     def utilisation(self, efficiency: float) -> float:
         """Model FLOPs utilisation; with efficiency 1 no program like this one can have more."""
         peak = self.num_devices * self.accelerator.flops

@@ -102,11 +102,12 @@ def together(run: Callable[[], _Result]) -> _Result:
     return result
 
 
-def check_same(values: Mapping[str, Any]) -> None:
-    """Raises `AgreedError` that names the first of these values, made of what JSON has, that is not the same on all processes."""
+def check_same(collect: Callable[[], Mapping[str, Any]]) -> None:
+    """Raises `AgreedError` that names the first of the collected values, made of what JSON has, that is not the same on all
+    processes. One process by itself collects nothing."""
     if not are_many():
         return
-    here = json.loads(json.dumps(values))
+    here = json.loads(json.dumps(together(collect)))
     everyone = _exchange(here)
     for process, theirs in enumerate(everyone):
         for name in here | theirs:

@@ -5,7 +5,6 @@ import functools
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -15,6 +14,7 @@ from calm_jax import text as text_lib
 from calm_jax.atomic import write_atomically
 from calm_jax.checkpoint import Checkpointer
 from calm_jax.config import Config, as_dict
+from calm_jax.data.corpus import Corpus
 from calm_jax.errors import UserError
 from calm_jax.evaluate import Evaluator
 from calm_jax.mesh import check_batch, make_mesh
@@ -190,30 +190,29 @@ def _train_and_report(run: Run, profile: Profile) -> None:
 def run_evaluation(config: Config, workdir: Workdir) -> None:
     """Scores what a workdir holds with the config's `eval` section, and appends it to evaluations.jsonl."""
 
-    def check() -> tuple[Mesh, dict[str, Any]]:
+    def check() -> Mesh:
         workdir.check_config(config, training=False)
         if config.eval.temperatures:
             report.check_drawable()
             plane.ways(config.eval, config.sample.sampler_config, config.has_autoencoder)
         mesh = make_mesh(config.mesh)
         check_batch("eval.batch_size", config.eval.batch_size, mesh)
-        return mesh, workdir.facts()
+        return mesh
 
-    def read() -> tuple[Text, dict[str, Any]]:
+    def read() -> tuple[Text, Corpus]:
         beginning.check_attention(config)
         corpus = read_corpus(config)
         change = "" if workdir.is_converted else workdir.change_of_text(corpus)
         if change:
             print(f"data: not the text that this run was trained with. {change}")
-        facts = beginning.facts_of(corpus)
-        return Text(config, corpus, workdir.tokenizer), facts
+        return Text(config, corpus, workdir.tokenizer), corpus
 
     beginning.check_command(config, workdir, "eval")
-    mesh, facts = processes.together(check)
-    processes.check_same(facts)
+    mesh = processes.together(check)
+    processes.check_same(workdir.facts)
     with jax.set_mesh(mesh):
-        text, facts = processes.together(read)
-        processes.check_same(facts)
+        text, corpus = processes.together(read)
+        processes.check_same(lambda: beginning.facts_of(corpus))
         run = Run(config, workdir, mesh, text)
         has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
         # Refuses a context longer than the text before anything is computed.

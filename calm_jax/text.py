@@ -171,7 +171,7 @@ class Generator:
     def load(cls, folder: str | pathlib.Path) -> "Generator":
         """The model in a workdir. Raises `UserError` if there is none."""
         workdir = Workdir(pathlib.Path(folder))
-        processes.check_same(processes.together(workdir.facts))
+        processes.check_same(workdir.facts)
         config = workdir.config
         mesh = make_mesh(config.mesh)
         with jax.set_mesh(mesh):

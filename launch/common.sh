@@ -61,6 +61,19 @@ need_recipe() {
     [[ -f $root/${file%%:*} || -f ${file%%:*} ]] || fail "--config=$file: there is no file ${file%%:*}"
 }
 
+# Sets `flags`, those for calm_jax.main, and `dry_run`.
+take_flags() {
+    local flag
+    flags=()
+    for flag in "$@"; do
+        case $flag in
+            --dry_run) dry_run=1 ;;
+            *) flags+=("$flag") ;;
+        esac
+    done
+    need_recipe ${flags[@]+"${flags[@]}"}
+}
+
 # Asks what `attend` runs to save and to end; $1 is its process.
 stop_child() {
     kill -TERM "$1" 2>/dev/null || true

@@ -15,14 +15,7 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-flags=()
-for flag in "$@"; do
-    case $flag in
-        --dry_run) dry_run=1 ;;
-        *) flags+=("$flag") ;;
-    esac
-done
-need_recipe ${flags[@]+"${flags[@]}"}
+take_flags "$@"
 
 enter_root
 keep_running python -m calm_jax.main "${flags[@]}"

@@ -41,14 +41,7 @@ fi
 # shellcheck source=launch/common.sh
 . "$here/common.sh"
 
-flags=()
-for flag in "$@"; do
-    case $flag in
-        --dry_run) dry_run=1 ;;
-        *) flags+=("$flag") ;;
-    esac
-done
-need_recipe ${flags[@]+"${flags[@]}"}
+take_flags "$@"
 job=${SLURM_JOB_ID:-}
 if [[ -z $job ]]; then
     ((dry_run)) || fail "this is no Slurm job: give sbatch before $0"

@@ -34,12 +34,11 @@ class ChunkEmbedding(nn.Module):
     @nn.compact
     def __call__(self, tokens_BLK: Array) -> Array:
         with jax.named_scope("embed"):
-            init = _normal_but_zero_row(self.pad_id)
             embed = nn.Embed(
                 self.vocab_size,
                 self.hidden_size,
                 dtype=self.dtype,
-                embedding_init=init,
+                embedding_init=_normal_but_zero_row(self.pad_id),
                 name="tokens",
             )
             is_text = (tokens_BLK != self.pad_id)[..., None]
