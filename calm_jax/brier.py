@@ -1,7 +1,10 @@
 """BrierLM: a strictly proper score of a language model, estimated from its samples alone (paper, section 4).
 
-`brier_n = 2 P(x = y) - P(x = x')` for two independent samples x, x' of the next n tokens and the
-truth y; n = 1 to 4. B blocks, P starts of n-grams in each, S samples a position, K tokens a chunk.
+For two independent samples x, x' of the next n tokens and the true tokens y, `brier_n = 2 P(x = y) - P(x = x')`: the
+match term rewards accuracy, the collision term penalises a lack of diversity. BrierLM is 100 times the geometric mean
+of brier_1 to brier_4, each averaged over a whole split.
+
+B blocks, P starts of n-grams in each block, S samples per position, K tokens per chunk, J chunks drawn for one start.
 """
 
 import dataclasses
@@ -13,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from calm_jax.models.transformer import Memory, Packed
-from calm_jax.sampling import ChunkModel
+from calm_jax.models.kv_cache import Memory, SegmentIds
+from calm_jax.sampling.chunk_model import ChunkModel
 
+# n-grams of 1 to 4 tokens.
 ORDERS = 4
 
 
@@ -23,11 +27,15 @@ ORDERS = 4
 class Protocol:
     """Which n-grams of a block are scored, and from how many samples.
 
-    num_samples: S >= 2; 2 is the published estimator, more have the same expectation and less variance.
-    first_token: no n-gram before this token of its block counts. start_every: n-grams start at multiples
-    of this many tokens. inner_starts: also inside chunks of more than four tokens, as far as all four
-    tokens are the chunk's; what precedes them in their chunk is then not given. skip_last_start: with
-    K < 4, leave out a block's last start, as the published code does.
+    N-grams start where a chunk starts, except with `inner_starts`.
+
+    Attributes:
+        num_samples: S >= 2. Two samples are the published estimator; more have the same expectation and less variance.
+        first_token: n-grams that start before this token of their block are not scored.
+        start_every: only n-grams that start at a multiple of this many tokens are scored.
+        inner_starts: with K > 4, score also the n-grams that start inside a chunk and have all four tokens in it. The
+            tokens before them in the chunk are then sampled too, not given.
+        skip_last_start: with K < 4, leave out the last start of a block, as the published code does.
     """
 
     num_samples: int
@@ -37,7 +45,7 @@ class Protocol:
     skip_last_start: bool = False
 
     def starts(self, num_tokens: int, chunk_size: int) -> np.ndarray:
-        """The first tokens of the n-grams of a block, ascending, [P]; its first chunk is never predicted."""
+        """Where each scored n-gram begins in a block, ascending, [P]; the first chunk of a block is never predicted."""
         chunk = np.arange(chunk_size, num_tokens, chunk_size)
         starts = chunk[chunk + chunks_of(chunk_size) * chunk_size <= num_tokens]
         if self.skip_last_start and chunk_size < ORDERS:
@@ -49,23 +57,23 @@ class Protocol:
 
 
 def chunks_of(chunk_size: int) -> int:
-    """How many chunks from its start on hold an n-gram of four tokens."""
+    """How many chunks an n-gram of four tokens covers when it starts with a chunk."""
     return -(-ORDERS // chunk_size)
 
 
 def windows(starts_P: np.ndarray) -> np.ndarray:
-    """The four tokens from each start on, [P, 4]."""
+    """The indices of the four tokens from each start on, [P, 4]."""
     return starts_P[:, None] + np.arange(ORDERS)
 
 
 def counted(target_BT: Any, starts_P: np.ndarray, pad_id: int) -> Any:
-    """Which start counts for which n, bool [B, P, 4]: those whose first n tokens are all text."""
+    """For which n each start is scored, bool [B, P, 4]: where the first n tokens are neither masked nor pads."""
     is_text_BT = (target_BT >= 0) & (target_BT != pad_id)
     return is_text_BT[:, windows(starts_P)].cumprod(-1).astype(bool)
 
 
 def collisions(sample_SN: Array) -> Array:
-    """`mean_{s != r} 1[x_s = x_r]` over the first n tokens together, [..., S, n] -> [..., n]."""
+    """The share of pairs of samples whose first n tokens agree, [..., S, N] -> [..., N] for n = 1 .. N."""
     num_samples = sample_SN.shape[-2]
     same = jnp.cumprod(sample_SN[..., :, None, :] == sample_SN[..., None, :, :], axis=-1)
     return (same.sum((-3, -2)) - num_samples) / (num_samples * (num_samples - 1))
@@ -74,14 +82,24 @@ def collisions(sample_SN: Array) -> Array:
 def path_collisions(
     model: ChunkModel, cache: Any, seen: Array, h_BD: Array, sample_BSK: Array, key_BJ: Array
 ) -> Array:
-    """The collision terms of one start whose four tokens take several chunks (K < 4), [B, 4].
+    """The collision terms of one start whose four tokens cover more than one chunk (K < 4).
 
-    Samples of the first chunk are given, drawn from `h_BD`. Each later chunk is drawn from the path of
-    the first sample: the `seen` true chunks of the cache, then that sample's own. The term of n tokens
-    is `mean_{r != 1} 1[x_r = x_1]` of the chunks before the one that holds token n, times the collision
-    of that chunk's tokens: `mean_{s != r} 1[x_s = x_r]`, or exactly `sum_v p_v^2` where the model knows
-    its probabilities. Unbiased, because the other samples do not depend on the one that is followed.
-    Under `vmap` over starts, one forward pass a chunk serves all of them, and the cache is held once.
+    Each later chunk is drawn S times after the true prefix and the first sample's own chunks. The term of n tokens is
+    the product of `mean_{r != 1} 1[x_r = x_1]` over the chunks before the one that holds token n, times the collision
+    of the tokens of that last chunk: `mean_{s != r} 1[x_s = x_r]`, or exactly `sum_v p_v^2` where the model knows its
+    probabilities. The estimate is unbiased, because the other samples do not depend on the first one, which is
+    followed. Under `vmap` over starts, one forward pass per chunk serves all starts, and the cache is held once.
+
+    Args:
+        model: as samplers see it.
+        cache: of the block's true chunks.
+        seen: how many true chunks precede the start, a scalar.
+        h_BD: the hidden state that the start's first chunk is drawn from.
+        sample_BSK: samples of that first chunk.
+        key_BJ: one key per chunk; the first is not used, as the samples of the first chunk are given.
+
+    Returns:
+        The collision terms for n = 1 to 4, [B, 4].
     """
     batch, num_samples, chunk_size = sample_BSK.shape
     num_chunks = chunks_of(chunk_size)
@@ -110,14 +128,25 @@ def brier_terms(
     protocol: Protocol,
     chunks_at_once: int,
     paths_at_once: int,
-    documents: Packed | None = None,
+    documents: SegmentIds | None = None,
 ) -> Array:
-    """Unbiased Brier terms of every start of a protocol, [B, P, 4] float32.
+    """Unbiased estimates of brier_1 to brier_4 at every start of a protocol.
 
-    key_BLJ: for each chunk but a block's first, the key of its draws and of the up to three chunks
-    drawn after it. `chunks_at_once` positions are drawn together, `paths_at_once` starts continued.
-    documents: of the chunks but a block's last, where they do not see each other: what is drawn after a chunk then
-    sees what that chunk saw. A start that another document precedes means nothing, and its target is masked.
+    Args:
+        model: as samplers see it. With `log_probs` (K = 1) the match terms are exact, and so is the collision of the
+            last token of each n-gram.
+        token_BLK: whole blocks.
+        key_BLJ: [B, L-1, J]: for each chunk but the first of a block, the key of its samples and the keys of the up
+            to three chunks that are drawn after it.
+        protocol: which n-grams are scored, from how many samples.
+        chunks_at_once: how many positions are sampled together; bounds memory.
+        paths_at_once: how many starts are continued together (K < 4); bounds memory.
+        documents: the documents of all chunks but the last of a block, [B, L-1], when they are isolated. The chunks
+            that are drawn after true chunk i then see the true chunks that chunk i sees. Terms of a start in a
+            document's first chunk are meaningless; its targets are masked, so that `counted` leaves them out.
+
+    Returns:
+        float32 [B, P, 4].
     """
     batch, num_chunks, chunk_size = token_BLK.shape
     starts_P = protocol.starts(num_chunks * chunk_size, chunk_size)
@@ -129,7 +158,7 @@ def brier_terms(
         memory = model.empty_cache(batch, size, window)
     h_BLD, cache = model.advance(token_BLK[:, :-1], memory)
 
-    # Chunks that any n-gram needs; predicted chunk i comes from the hidden state before it, i - 1.
+    # Chunks that hold a token of any scored n-gram. Chunk i is predicted from hidden state i - 1.
     window_P4 = windows(starts_P)
     needed_Q = np.unique(window_P4 // chunk_size)
     place_P4 = np.searchsorted(needed_Q, window_P4 // chunk_size)
@@ -145,7 +174,7 @@ def brier_terms(
     def of_chunks(x: Array, chunk: np.ndarray) -> Array:
         return x[:, chunk].swapaxes(0, 1)
 
-    xs = (
+    xs: tuple[Array, ...] = (
         of_chunks(h_BLD, needed_Q - 1),
         of_chunks(key_BLJ[:, :, 0], needed_Q - 1),
         of_chunks(token_BLK[..., 0], needed_Q),
@@ -176,7 +205,7 @@ def brier_terms(
         collision_PB4 = jax.lax.map(continue_from, xs, batch_size=paths_at_once)
         collision_BP4 = collision_PB4.swapaxes(0, 1)
     else:
-        # Pairs of samples, a few positions at a time.
+        # A few positions at a time, as every pair of samples is compared.
         sample_PBS4 = jnp.moveaxis(sample_BSP4, 2, 0)
         collision_PB4 = jax.lax.map(collisions, sample_PBS4, batch_size=chunks_at_once)
         collision_BP4 = collision_PB4.swapaxes(0, 1)
@@ -184,11 +213,12 @@ def brier_terms(
 
 
 class BlockSums(NamedTuple):
-    """Sums over blocks of what the score and its standard error need.
+    """Sums over blocks, from which BrierLM and its standard error are computed. They add up over batches.
 
-    total: [8], four sums of Brier terms and four counts of the positions that they run over.
-    product: [8, 8], the sum over blocks of the outer product of a block's own eight numbers.
-    blocks: how many blocks have any position.
+    Attributes:
+        total: [8], the sum of the Brier terms for each n, then the number of positions for each n.
+        product: [8, 8], the sum over blocks of the outer product of the block's own eight numbers.
+        blocks: the number of blocks with at least one position.
     """
 
     total: Array
@@ -197,7 +227,7 @@ class BlockSums(NamedTuple):
 
 
 def block_sums(terms_BP4: Array, counted_BP4: Array) -> BlockSums:
-    """Sums over a batch of blocks. counted: bool, which position counts for which n."""
+    """The sums over a batch of blocks; only the terms where `counted` (bool) is true count."""
     chex.assert_equal_shape([terms_BP4, counted_BP4])
     sums_B4 = jnp.where(counted_BP4, terms_BP4, 0).sum(1)
     each_B8 = jnp.concatenate([sums_B4, counted_BP4.sum(1, dtype=jnp.float32)], axis=-1)
@@ -206,10 +236,14 @@ def block_sums(terms_BP4: Array, counted_BP4: Array) -> BlockSums:
 
 
 class Score(NamedTuple):
-    """BrierLM (0 to 100) with its standard error, and the four averages with theirs.
+    """BrierLM of a split, and its four factors.
 
-    standard_error is NaN where a factor is not positive (BrierLM is 0 there) or for a single block.
-    ngrams: how many whole n-grams of four tokens were scored.
+    Attributes:
+        brierlm: from 0 to 100; 0 when a factor is not positive, NaN when no n-gram of four tokens is scored.
+        standard_error: of brierlm; NaN when a factor is not positive, or for a single block.
+        brier: brier_1 to brier_4, averaged over the split, unscaled.
+        brier_error: their standard errors.
+        ngrams: how many n-grams of four tokens were scored.
     """
 
     brierlm: float
@@ -220,7 +254,7 @@ class Score(NamedTuple):
 
 
 def as_values(score: Score) -> dict[str, float]:
-    """A score under the names that metrics use."""
+    """The score as metrics: `brierlm`, `brierlm_error`, `ngrams`, `brier_1`, `brier_1_error`, ..."""
     values = {"brierlm": score.brierlm, "brierlm_error": score.standard_error}
     values["ngrams"] = score.ngrams
     for order, (value, error) in enumerate(zip(score.brier, score.brier_error, strict=True), 1):
@@ -229,7 +263,7 @@ def as_values(score: Score) -> dict[str, float]:
 
 
 def score(sums: BlockSums) -> Score:
-    """The score of a whole split, on the host. Blocks are the clusters of a delta-method error."""
+    """The score of a whole split, on the host; standard errors by the delta method, with blocks as clusters."""
     total = np.asarray(sums.total, np.float64)
     blocks = int(sums.blocks)
     sums_4, counts_4 = total[:ORDERS], total[ORDERS:]
@@ -238,12 +272,12 @@ def score(sums: BlockSums) -> Score:
         return Score(float("nan"), float("nan"), nan, nan, 0)
     brier_4 = sums_4 / counts_4
     ngrams = int(counts_4[-1])
-    # Row n: the gradient of average n with respect to the eight sums.
+    # Row n: the gradient of the average brier_n with respect to the eight sums.
     gradient_48 = np.concatenate([np.diag(1 / counts_4), np.diag(-brier_4 / counts_4)], axis=1)
-    # A block's contribution to average n has mean zero over blocks, so the sum of squares is enough.
+    # A block's contribution to an average has mean zero over blocks, so its variance needs the sum of squares alone.
     correction = blocks / (blocks - 1) if blocks > 1 else float("nan")
     covariance_44 = correction * gradient_48 @ np.asarray(sums.product, np.float64) @ gradient_48.T
-    # A variance of 0 may come out as a rounding error below it.
+    # Rounding may make a variance of 0 negative.
     brier_error = tuple(np.sqrt(np.maximum(np.diag(covariance_44), 0)))
     if (brier_4 <= 0).any():
         return Score(0.0, float("nan"), tuple(brier_4), brier_error, ngrams)
@@ -254,9 +288,15 @@ def score(sums: BlockSums) -> Score:
 
 
 def frequency_floor(train_N4: np.ndarray, target_BP4: np.ndarray, counted_BP4: np.ndarray) -> Score:
-    """The score of predicting every n-gram by its frequency among the training text's; exact, on the host.
+    """The score of the context-free model that samples n-grams by their frequency in the training text.
 
-    Its Brier terms are `2 p_n(y) - sum p_n^2`, with p_n the frequencies of the first n of four tokens.
+    A floor for trained models. The Brier terms are exact, `2 p_n(y) - sum p_n^2`, where p_n are the frequencies of the
+    first n of four tokens. Computed on the host.
+
+    Args:
+        train_N4: four-token windows of the training text.
+        target_BP4: the scored windows of each block.
+        counted_BP4: bool, which of their first n tokens are scored (see `counted`).
     """
     both = np.concatenate([train_N4, target_BP4.reshape(-1, ORDERS)]).astype(np.int64)
     vocab_size = both.max() + 1

@@ -1,4 +1,8 @@
-"""The resolved config: frozen, validated dataclasses made from a ConfigDict, and what must not change on resume."""
+"""The resolved config: frozen, validated dataclasses made from a ConfigDict, and the keys that a resume must not change.
+
+`resolve` makes a `Config`. Each section is a dataclass that lies beside its consumer (`TrainingConfig` in
+training/step.py and so on) and checks its own values; `Config` checks values of several sections against each other.
+"""
 
 import dataclasses
 import json
@@ -8,26 +12,27 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from calm_jax.checkpoint import CheckpointConfig
-from calm_jax.data.blocks import BlockConfig
 from calm_jax.data.corpus import DataConfig
+from calm_jax.data.packing import BlockConfig
 from calm_jax.data.tokenizers import TokenizerConfig
 from calm_jax.errors import UserError, nearest
-from calm_jax.evaluate import EvalConfig
-from calm_jax.generation import SampleConfig
-from calm_jax.heads import HEADS, LATENT_HEADS, HeadConfig
-from calm_jax.mesh import MeshConfig
+from calm_jax.evaluation.evaluator import EvalConfig
 from calm_jax.models.autoencoder import AutoencoderConfig
+from calm_jax.models.heads import HEADS, LATENT_HEADS, HeadConfig
 from calm_jax.models.transformer import TransformerConfig
-from calm_jax.optim import OptimizerConfig
-from calm_jax.step import TrainingConfig
+from calm_jax.parallel.mesh import MeshConfig
+from calm_jax.sampling.config import SampleConfig
+from calm_jax.sampling.samplers import check_sampler
+from calm_jax.training.checkpoint import CheckpointConfig
+from calm_jax.training.optimizer import OptimizerConfig
+from calm_jax.training.step import TrainingConfig
 
 STAGES = ("autoencoder", "lm", "all")
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderStage:
-    """`config.autoencoder`."""
+    """`config.autoencoder`; every key is described in `configs/common.py`."""
 
     checkpoint: str
     min_accuracy: float
@@ -43,7 +48,7 @@ class AutoencoderStage:
 
 @dataclasses.dataclass(frozen=True)
 class LmStage:
-    """`config.lm`."""
+    """`config.lm`; every key is described in `configs/common.py`."""
 
     model: TransformerConfig
     head: HeadConfig
@@ -79,6 +84,7 @@ class Config:
             raise UserError(f"compute_dtype={self.compute_dtype!r} must be 'float32' or 'bfloat16'")
         if self.chunk_size < 1:
             raise UserError(f"chunk_size={self.chunk_size} must be at least 1")
+        check_sampler("sampler", self.sample.sampler)
         self._check_head()
         if self.init_from and self.autoencoder.checkpoint:
             raise UserError(
@@ -89,7 +95,7 @@ class Config:
         if self.data.prompt_field and not (data.append_eos and data.align_documents_to_chunks):
             raise UserError(
                 f"data.prompt_field={self.data.prompt_field!r} needs lm.data.append_eos and "
-                "lm.data.align_documents_to_chunks to be True: a completion ends with eos and whole chunks"
+                "lm.data.align_documents_to_chunks to be True: a completion ends with eos, padded to a whole chunk"
             )
         if self.autoencoder.data.isolate_documents:
             raise UserError(
@@ -115,7 +121,7 @@ class Config:
             )
 
     def _check_head(self) -> None:
-        """Raises `UserError` for what the head cannot do."""
+        """Raises `UserError` for values that the head does not support."""
         if self.has_autoencoder:
             self.sample.check_latent_head()
             return
@@ -125,7 +131,8 @@ class Config:
             )
         if self.eval.skip_last_start:
             raise UserError(
-                "eval.skip_last_start=True: the published code leaves no start of lm.head.name='softmax' out"
+                "eval.skip_last_start=True: the published code skips the last start for CALM alone, not for "
+                "lm.head.name='softmax': give --config.eval.skip_last_start=False"
             )
         if self.stage == "autoencoder" or self.autoencoder.checkpoint:
             key = "autoencoder.checkpoint" if self.autoencoder.checkpoint else "stage"
@@ -134,42 +141,42 @@ class Config:
 
     @property
     def has_autoencoder(self) -> bool:
-        """Whether the language model stands on an autoencoder's latents."""
+        """True for CALM, which predicts an autoencoder's latents; False for the autoregressive baseline (softmax head)."""
         return self.lm.head.name in LATENT_HEADS
 
     @property
     def autoencoder_source(self) -> str:
-        """The workdir whose autoencoder is taken over as it is; empty if there is none."""
+        """The workdir whose autoencoder is used without training it; empty if stage 1 is trained here."""
         from_init = self.has_autoencoder and "autoencoder" not in self.stages
         return self.autoencoder.checkpoint or (self.init_from if from_init else "")
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The stages that `stage` asks for, in order."""
+        """The names of the stages to train, in order. A softmax head has stage "lm" alone."""
         asked = ("autoencoder", "lm") if self.stage == "all" else (self.stage,)
         return asked if self.has_autoencoder else ("lm",)
 
 
-# What became of values that a config.json of an older version has.
+# Keys whose type has changed since an older version, with a hint at the new values.
 _OLDER_TYPES = {"lm.model.remat": ": 'full' is what True was, 'none' what False was"}
 
 
-def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
+def _build(cls: Any, section: Mapping[str, Any], path: str) -> Any:
+    """Makes the dataclass `cls` from a section of keys; `path` is the section's name with a dot, empty for the whole."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    # Heads have keys of their own, which setting the name alone does not bring.
+    # Each head has its own keys, so --config.lm.head.name=NAME alone cannot change the head.
     hint = "; choose a head by --config=RECIPE.py:head=NAME" if path == "lm.head." else ""
     if not hasattr(section, "keys"):  # a dict or a ConfigDict
-        raise UserError(f"{path.rstrip('.')}={section!r} must be a section of keys")
+        name = path.rstrip(".") or "the config"
+        raise UserError(f"{name}={section!r} must be a section of keys")
     for key in section:
         if key not in fields:
             raise UserError(f"config has no key {path}{key!s}: {nearest(key, list(fields))}{hint}")
     values = {}
-    hints = typing.get_type_hints(cls)
+    hints: dict[str, Any] = typing.get_type_hints(cls)
     for name in fields:
         if name not in section:
-            older = (
-                "; a config.json of an older version gets it with the value in configs/common.py"
-            )
+            older = "; if this is a config.json of an older version, add the key with its value in configs/common.py"
             raise UserError(f"the config lacks the key {path}{name}{hint or older}")
         value, kind = section[name], hints[name]
         if kind == HeadConfig:
@@ -189,7 +196,7 @@ def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
     try:
         return cls(**values)
     except UserError as error:
-        # A section that more than one place has names its keys from itself on.
+        # Sections that both stages have raise errors with their own keys, such as "training.num_steps".
         top, message = path.split(".")[0], str(error)
         known = not path or message.startswith((f"{top}.", f"{top}:"))
         raise UserError(message if known else f"{top}.{message}") from error
@@ -198,9 +205,9 @@ def _build(cls: type, section: Mapping[str, Any], path: str) -> Any:
 def _tuple_of(kind: type, value: Any, key: str) -> tuple:
     if not isinstance(value, (list, tuple)):
         raise UserError(f"{key}={value!r} must be a tuple of {kind.__name__}")
-    wider = {float: (float, int)}.get(kind, (kind,))
-    if any(type(x) not in wider for x in value):
-        raise UserError(f"{key}={value!r} must hold {kind.__name__} alone")
+    allowed = (float, int) if kind is float else (kind,)
+    if any(type(x) not in allowed for x in value):
+        raise UserError(f"{key}={value!r} must hold values of type {kind.__name__} only")
     return tuple(kind(x) for x in value)
 
 
@@ -216,20 +223,26 @@ def _head_config(section: Mapping[str, Any]) -> type:
 
 
 def resolve(tree: Mapping[str, Any]) -> Config:
-    """A ConfigDict (or a stored config) as a validated `Config`. Raises `UserError` by key."""
+    """Makes a validated `Config` from a ConfigDict or a stored config.json.
+
+    Raises:
+      UserError: with the key and its value, for a key that is unknown or missing, a wrong type, or a value out of range.
+    """
     return _build(Config, tree, "")
 
 
 def as_dict(config: Config) -> dict[str, Any]:
+    """The config as nested dicts."""
     return dataclasses.asdict(config)
 
 
 def as_json(config: Config) -> str:
+    """The content of config.json."""
     return json.dumps(as_dict(config), indent=2) + "\n"
 
 
 def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """A config's values by their whole keys."""
+    """The values of a nested dict with their dotted keys, such as "lm.model.num_layers"; tuples as lists, as JSON has them."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{path}{key}.")
@@ -237,9 +250,9 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
             yield f"{path}{key}", list(value) if isinstance(value, tuple) else value
 
 
-# What a workdir's parameters mean; no command may read them under other values.
+# Keys that decide which parameters there are and what they mean. No command may load a workdir under other values.
 _MODEL_KEYS = ("chunk_size", "tokenizer.", "autoencoder.model.", "lm.model.", "lm.head.")
-# What, besides, a resumed training run would silently go on with in another way.
+# Keys that would change what a resumed run trains on, without an error. Training alone refuses other values.
 _TRAINING_KEYS = (
     "seed",
     "compute_dtype",
@@ -251,7 +264,7 @@ _TRAINING_KEYS = (
     "lm.data.",
     "lm.training.batch_size",
 )
-# These change how a number is computed, how a head is sampled or how bad input is met, not what is learnt.
+# Exceptions: these change how a value is computed, how a head is sampled or how bad records are handled.
 _FREE_KEYS = (
     "lm.model.remat",
     "lm.model.attention",
@@ -265,7 +278,16 @@ _FREE_KEYS = (
 def differing_keys(
     ours: Mapping[str, Any], stored: Mapping[str, Any], training: bool
 ) -> list[tuple[str, Any, Any]]:
-    """`(key, ours, stored)` of the keys in which a workdir's config forbids this one."""
+    """The keys in which a config differs from a workdir's and must not.
+
+    Args:
+      ours: the config of this command, from `as_dict`.
+      stored: the config of the workdir.
+      training: True to resume training, which fixes more keys than loading the parameters does.
+
+    Returns:
+      `(key, our value, stored value)` of each.
+    """
     fixed = _MODEL_KEYS + _TRAINING_KEYS if training else _MODEL_KEYS
     ours_flat, stored_flat = dict(leaves(ours)), dict(leaves(stored))
     keys = [

@@ -1,23 +1,23 @@
-"""The two exceptions that mean something to whoever typed the command, and a hint for them."""
+"""The two exceptions that end a command with one line instead of a traceback, and a hint at misspelt names."""
 
 import difflib
 
 
 class UserError(Exception):
-    """Bad input, in one line that names the thing, its value and the way out.
+    """Bad input. The message is one line with the flag, key or file, its value, and what to do instead.
 
     Commands print it without a traceback and exit with status 2.
     """
 
 
 class Interrupted(BaseException):
-    """The run was asked to stop (SIGTERM, Ctrl-C); what it says is what was saved.
+    """A signal (SIGTERM or Ctrl-C) stopped the run. The message says what was saved.
 
-    Like KeyboardInterrupt it is no Exception, so that nothing on the way out takes it for a failure.
+    Not a subclass of Exception, as KeyboardInterrupt is not: `except Exception` must not handle it as a failure.
     """
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """A hint at the name that was meant."""
+    """A hint for an unknown name: the most similar one of `names`, or all of them if none is similar."""
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"

@@ -1,9 +1,12 @@
-"""Text in, text out.
+"""Generates text with a trained model.
 
 python -m calm_jax.generate --workdir=runs/quickstart --prompt='def main(' --temperature=0.5 --max_tokens=128
 
-One prompt is shown as it is written; of several, each when it is complete. --output=FILE.jsonl writes an object a
-prompt instead: prompt, text, tokens, where chunks end, draws, times (see `calm_jax.text.Continuation`).
+The continuation of a single prompt is printed while it is generated; those of several prompts are printed in order, each
+when it is complete. With --output=FILE.jsonl they are written to that file, one JSON object for each prompt: its text,
+tokens, chunks, draws and times (see `calm_jax.run.continuation.Continuation`).
+
+Options without a default are taken from the model's config, section `sample`; configs/common.py describes them.
 """
 
 import dataclasses
@@ -12,45 +15,74 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from absl import app, flags
 
-from calm_jax import processes, startup
-from calm_jax.atomic import write_atomically
-from calm_jax.command import command, parse_flags
+from calm_jax.cli.files import write_atomically
+from calm_jax.cli.flags import parse_flags
 from calm_jax.errors import UserError
-from calm_jax.generation import SampleConfig
-from calm_jax.text import Continuation, Generator, Prompt
+from calm_jax.parallel import multihost, startup
+from calm_jax.parallel.host_memory import keep_freed_memory
+from calm_jax.parallel.startup import multihost_command
+from calm_jax.run.continuation import Continuation, Prompt
+from calm_jax.run.generator import Generator
+from calm_jax.sampling.config import SampleConfig
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")
-_PROMPT = flags.DEFINE_multi_string("prompt", [], "text to continue; may be given more than once")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "text to continue")
 _PROMPTS_FILE = flags.DEFINE_string(
-    "prompts_file", "", 'file with one prompt a line; in a .jsonl file {"prompt": TEXT or [IDS]}'
+    "prompts_file",
+    "",
+    'text file with one prompt on each line, or .jsonl file with lines {"prompt": TEXT} or {"prompt": [TOKEN IDS]}',
 )
-_OUTPUT = flags.DEFINE_string("output", "", "file to write, one JSON object a prompt")
-_OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace the output file")
-_SEED = flags.DEFINE_integer("seed", 0, "decides every random number")
-# What is not given is as in the workdir's config; configs/common.py describes each under `sample`.
+_OUTPUT = flags.DEFINE_string("output", "", "write to this .jsonl file instead of the terminal")
+_OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace the file of --output if it exists")
+_SEED = flags.DEFINE_integer("seed", 0, "seed of all random numbers, in [0, 2**32)")
+# Each overrides the key of its name in the config's section `sample`.
 _OPTIONS = (
     flags.DEFINE_float(
-        "temperature", None, "in (0, 1]; with a softmax head any from 0 (the likeliest token) on"
+        "temperature",
+        None,
+        "in (0, 1] for CALM; at least 0 for the autoregressive baseline, where 0 means greedy decoding",
     ),
-    flags.DEFINE_string("sampler", None, "pooled, batch, published, rejection, growing or noise"),
-    flags.DEFINE_integer("num_candidates", None, "candidates per chunk of batch and published"),
-    flags.DEFINE_integer("max_draws", None, "most draws per chunk of the other samplers"),
-    flags.DEFINE_integer("draws_at_once", None, "draws computed together"),
+    flags.DEFINE_string(
+        "sampler",
+        None,
+        "how CALM samples below temperature 1: pooled, batch, published, rejection, growing or noise",
+    ),
+    flags.DEFINE_integer(
+        "num_candidates", None, "draws per chunk of the samplers batch and published"
+    ),
+    flags.DEFINE_integer(
+        "max_draws",
+        None,
+        "maximum draws per chunk of the samplers pooled, rejection and growing, and of --prompt_alignment=match",
+    ),
+    flags.DEFINE_integer("draws_at_once", None, "draws computed together, over all prompts"),
     flags.DEFINE_float(
-        "top_p", None, "with a softmax head: only the likeliest tokens of this probability together"
+        "top_p",
+        None,
+        "nucleus sampling, autoregressive baseline only: probability of the set of likeliest tokens to sample from",
     ),
-    flags.DEFINE_integer("max_tokens", None, "tokens to generate for each prompt"),
-    flags.DEFINE_multi_string("stop", None, "string that ends a text; may be given more than once"),
-    flags.DEFINE_string("prompt_alignment", None, "left, match or pad"),
-    flags.DEFINE_string("long_context", None, "refuse or slide"),
-    flags.DEFINE_integer("batch_size", None, "prompts generated together"),
+    flags.DEFINE_integer("max_tokens", None, "maximum tokens to generate for each prompt"),
+    flags.DEFINE_multi_string("stop", None, "text ends before this string"),
+    flags.DEFINE_string(
+        "prompt_alignment",
+        None,
+        "how to bring a prompt to whole chunks: left (pads before it), pad (pads after it), or match (sample a last "
+        "chunk that begins with the prompt's last tokens)",
+    ),
+    flags.DEFINE_string(
+        "long_context",
+        None,
+        "text longer than the model's context: refuse, or slide (attend to the last chunks only)",
+    ),
+    flags.DEFINE_integer("batch_size", None, "prompts continued together"),
 )
 _start_processes = startup.define_flags()
-# Options that a model with probabilities has no use for.
-_OF_LATENT_HEADS = ("sampler", "num_candidates", "max_draws", "draws_at_once", "prompt_alignment")
+# Options that have no meaning for the autoregressive baseline.
+_CALM_ONLY = ("sampler", "num_candidates", "max_draws", "draws_at_once", "prompt_alignment")
 
 
 def _prompts() -> list[Prompt]:
@@ -78,7 +110,7 @@ def _prompts() -> list[Prompt]:
 
 
 def _prompt_of(line: str, number: int) -> Prompt:
-    """The prompt of a line of JSON."""
+    """The prompt on a line of a .jsonl file. Raises `UserError` with the line number if there is none."""
     try:
         prompt = json.loads(line)["prompt"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -86,35 +118,35 @@ def _prompt_of(line: str, number: int) -> Prompt:
     is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not isinstance(prompt, str) and not is_ids:
         raise UserError(
-            f'--prompts_file={_PROMPTS_FILE.value!r}: line {number} is no {{"prompt": TEXT}} or {{"prompt": [IDS]}}'
+            f'--prompts_file={_PROMPTS_FILE.value!r}: line {number} is no {{"prompt": TEXT}} or {{"prompt": [TOKEN IDS]}}'
         )
     return prompt
 
 
 def _options(generator: Generator) -> SampleConfig:
-    given = {flag.name: flag.value for flag in _OPTIONS if flag.value is not None}
+    given: dict[str, Any] = {flag.name: flag.value for flag in _OPTIONS if flag.value is not None}
     if "stop" in given:
         given["stop"] = tuple(given["stop"])
-    useless = [name for name in given if name in _OF_LATENT_HEADS]
+    useless = [name for name in given if name in _CALM_ONLY]
     if useless and not generator.has_autoencoder:
         raise UserError(
-            f"--{useless[0]}={given[useless[0]]} has no meaning for lm.head.name='softmax', whose probabilities are "
-            "known: leave it out"
+            f"--{useless[0]}={given[useless[0]]} has no meaning for lm.head.name='softmax', which samples tokens from "
+            "their probabilities: leave it out"
         )
     return dataclasses.replace(generator.options, **given)
 
 
-def _shown(prompt: Prompt, generator: Generator) -> str:
+def _as_text(prompt: Prompt, generator: Generator) -> str:
     return prompt if isinstance(prompt, str) else generator.tokenizer.decode(prompt)
 
 
 def _print(generator: Generator, prompts: Sequence[Prompt], options: SampleConfig) -> None:
-    """Writes texts to the terminal: one as it comes, several each when it is complete, in order."""
+    """Prints texts in the order of the prompts: a single one piece by piece, several of them each when it is complete."""
     waiting: dict[int, Continuation] = {}
     done: list[Continuation] = []
     pieces = generator.generate(prompts, options, _SEED.value, stream=True)
     if len(prompts) == 1:
-        print(_shown(prompts[0], generator), end="", flush=True)
+        print(_as_text(prompts[0], generator), end="", flush=True)
     for piece in pieces:
         one = piece.continuation
         if len(prompts) == 1:
@@ -123,33 +155,33 @@ def _print(generator: Generator, prompts: Sequence[Prompt], options: SampleConfi
             waiting[one.index] = one
         while len(done) in waiting:
             one = waiting.pop(len(done))
-            text = "" if len(prompts) == 1 else f"{_shown(one.prompt, generator)}{one.text}"
+            text = "" if len(prompts) == 1 else f"{_as_text(one.prompt, generator)}{one.text}"
             print(f"{text}\n", flush=True)
             done.append(one)
-    if processes.is_first():
+    if multihost.is_primary():
         print(generator.describe(done, options), file=sys.stderr)
 
 
 def _write(
     generator: Generator, prompts: Sequence[Prompt], options: SampleConfig, path: pathlib.Path
 ) -> None:
-    """Writes an object a prompt, in order; the file appears when it is whole."""
+    """Writes one JSON object for each prompt, in order. The file appears when it is complete."""
     done: list[Continuation] = []
     for piece in generator.generate(prompts, options, _SEED.value, stream=True):
         if piece.continuation.finish:
             done.append(piece.continuation)
-            if processes.is_first():
-                shown = f"\r{len(done)} of {len(prompts)} prompts"
-                print(shown, end="", file=sys.stderr, flush=True)
-    if processes.is_first():
+            if multihost.is_primary():
+                count = f"\r{len(done)} of {len(prompts)} prompts"
+                print(count, end="", file=sys.stderr, flush=True)
+    if multihost.is_primary():
         print(file=sys.stderr)
     done.sort(key=lambda one: one.index)
     lines = [json.dumps(dataclasses.asdict(one), ensure_ascii=False) + "\n" for one in done]
-    processes.write(lambda: write_atomically(path, "".join(lines)))
+    multihost.write_once(lambda: write_atomically(path, "".join(lines)))
     print(f"{path}: {len(done)} texts; {generator.describe(done, options)}")
 
 
-@command
+@multihost_command
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise UserError(f"unexpected argument {argv[1]!r}; a prompt goes into --prompt=TEXT")
@@ -160,18 +192,20 @@ def main(argv: list[str]) -> None:
     output = pathlib.Path(_OUTPUT.value)
     if _OUTPUT.value:
         if output.exists() and not output.is_file():
-            raise UserError(f"--output={output} is no file")
+            raise UserError(f"--output={output} is not a file")
         if output.exists() and not _OVERWRITE.value:
             raise UserError(
                 f"--output={output} is there already: give another name, or --overwrite"
             )
         output = output.resolve()
         if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
-            raise UserError(f"--output={output} cannot be written: no such folder, or no right to")
+            raise UserError(
+                f"--output={output} cannot be written: there is no such folder, or it is not writable"
+            )
     prompts = _prompts()
     _start_processes()
     given = {flag.name: flag.value for flag in (*_OPTIONS, _SEED, _WORKDIR, _OUTPUT)}
-    processes.check_same(lambda: given | {"prompts": prompts})
+    multihost.check_same(lambda: given | {"prompts": prompts})
     generator = Generator.load(_WORKDIR.value)
     options = _options(generator)
     if _OUTPUT.value:
@@ -181,4 +215,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     app.run(main, flags_parser=parse_flags)

@@ -1,37 +1,50 @@
-"""Trains and evaluates a recipe.
+"""Trains a recipe, or evaluates a trained one.
 
 python -m calm_jax.main --config=configs/quickstart.py [--workdir=DIR] [--mode=train|eval] [--config.KEY=VALUE ...]
 
-Every process of several runs this command (see `calm_jax.startup`).
+A second call with the same flags resumes a run that was stopped. configs/common.py describes every KEY. To train on several
+hosts, run the command on each of them (flags: --helpfull, under calm_jax.parallel.startup).
 """
 
 import pathlib
 import re
+from typing import Any
 
 from absl import app, flags
 from ml_collections import config_flags
 
-from calm_jax import recipe, startup
-from calm_jax.command import command, parse_recipe_flags
+from calm_jax.cli.flags import parse_recipe_flags
 from calm_jax.config import resolve
 from calm_jax.errors import UserError
-from calm_jax.train import Profile
-from calm_jax.workdir import Workdir
+from calm_jax.parallel import startup
+from calm_jax.parallel.host_memory import keep_freed_memory
+from calm_jax.parallel.startup import multihost_command
+from calm_jax.run import recipe
+from calm_jax.run.workdir import Workdir
+from calm_jax.training.loop import Profile
 
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "recipe: a file with get_config(), such as configs/quickstart.py"
+    "config", None, "Python file with the recipe, such as configs/quickstart.py"
 )
-_WORKDIR = flags.DEFINE_string("workdir", "", "folder of the run; runs/<config name> unless given")
-_MODE = flags.DEFINE_enum("mode", "train", ["train", "eval"], "what to do")
-_OVERWRITE = flags.DEFINE_bool("overwrite", False, "delete the run in the workdir and start anew")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", "", "folder of the run; if empty, runs/ and the name of the recipe"
+)
+_MODE = flags.DEFINE_enum(
+    "mode", "train", ["train", "eval"], "train the recipe, or only score what the workdir holds"
+)
+_OVERWRITE = flags.DEFINE_bool(
+    "overwrite", False, "delete the run in the workdir and train from step 0"
+)
 _PROFILE = flags.DEFINE_string(
-    "profile", "", "A:B writes a JAX profiler trace of steps A to B of each stage that trains"
+    "profile",
+    "",
+    "A:B writes a JAX profiler trace of training steps A to B of each stage, to profile/ in the workdir",
 )
 _start_processes = startup.define_flags()
 
 
 def _default_workdir(config_flag: str) -> pathlib.Path:
-    """`runs/<config name>`, with the config's argument if it has one; `workdir.py:DIR` is DIR."""
+    """`runs/NAME` for configs/NAME.py, `runs/NAME-ARGUMENT` for configs/NAME.py:ARGUMENT, DIR for configs/workdir.py:DIR."""
     file, _, argument = config_flag.partition(":")
     name = pathlib.Path(file).stem
     if name == "workdir" and argument:
@@ -49,19 +62,20 @@ def _profile(text: str, folder: pathlib.Path) -> Profile:
     return Profile(int(match[1]), int(match[2]), str(folder / "profile"))
 
 
-@command
+@multihost_command
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise UserError(f"unexpected argument {argv[1]!r}")
     if _CONFIG.value is None:
         raise UserError("give a recipe: --config=configs/quickstart.py")
-    config_flag = flags.FLAGS["config"].config_filename
-    path = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else _default_workdir(config_flag)
+    config_flag: Any = flags.FLAGS["config"]
+    default = _default_workdir(config_flag.config_filename)
+    path = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else default
     config, workdir = resolve(_CONFIG.value), Workdir(path)
     if _MODE.value == "eval":
         for name, value in (("--overwrite", _OVERWRITE.value), ("--profile", _PROFILE.value)):
             if value:
-                raise UserError(f"{name} is for --mode=train")
+                raise UserError(f"{name} has no meaning with --mode=eval: leave it out")
     profile = _profile(_PROFILE.value, path)
     _start_processes()
     if _MODE.value == "eval":
@@ -71,4 +85,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     app.run(main, flags_parser=parse_recipe_flags)

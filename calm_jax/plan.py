@@ -1,10 +1,10 @@
-"""Plans a recipe's training on accelerators that are not here: what fits, how long it takes, what it costs.
+"""Plans a recipe's training on accelerators that this machine lacks: whether it fits, how long it takes, what it costs.
 
 python -m calm_jax.plan --config=configs/calm_xl.py --topology=v5e:16x16 --config.mesh.data=16 --config.mesh.fsdp=16
 python -m calm_jax.plan --config=configs/calm_m.py --fit=v5e --price_per_hour=1.2
 
-Needs pip install -e '.[plan]' for TPUs (v4, v5e, v5p, v6e) and '.[plan_cuda]' for NVIDIA (h100). No accelerator
-is touched. Exit status 1: it does not fit.
+Needs pip install -e '.[plan]' for TPUs (v4, v5e, v5p, v6e) and '.[plan_cuda]' for NVIDIA (h100). No accelerator is used.
+The exit status is 1 if training does not fit.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import pathlib
 import sys
 import time
 
-# Before jax is imported: nothing runs but on the CPU, and libtpu, which is there to compile, is not to look for TPUs.
+# Before jax is imported: everything runs on the CPU, and libtpu, which only compiles, must not look for TPUs.
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import rich.console
@@ -23,32 +23,33 @@ import rich.table
 from absl import app, flags
 from ml_collections import config_flags
 
-from calm_jax.atomic import write_atomically
-from calm_jax.command import command, parse_recipe_flags
+from calm_jax.cli.command import command
+from calm_jax.cli.files import finite, write_atomically
+from calm_jax.cli.flags import parse_recipe_flags
+from calm_jax.cli.progress import console, duration
 from calm_jax.config import Config, resolve
 from calm_jax.errors import UserError
-from calm_jax.metrics import console, duration, finite
-from calm_jax.planner import Lowered, Plan, Try, advice, compile_plan, fit, prepare
-from calm_jax.topology import of_family, parse
+from calm_jax.planning.planner import Lowered, Try, compile_plan, fit, prepare
+from calm_jax.planning.result import Plan, advice
+from calm_jax.planning.topology import of_family, parse
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "recipe: a file with get_config()")
 _TOPOLOGY = flags.DEFINE_string("topology", "", "hardware, such as v5e:4x4, v5p:2x2x1 or h100:8")
-_FIT = flags.DEFINE_string(
-    "fit", "", "family, such as v5e, whose smallest size is looked for that fits"
-)
-_STAGE = flags.DEFINE_enum("stage", "lm", ["lm", "autoencoder"], "which of the recipe's stages")
+_FIT = flags.DEFINE_string("fit", "", "family, such as v5e: finds the smallest size that fits")
+_STAGE = flags.DEFINE_enum("stage", "lm", ["lm", "autoencoder"], "the stage to plan")
 _PRICE = flags.DEFINE_float(
-    "price_per_hour", 0.0, "of one device, in any currency; 0: no cost is shown"
+    "price_per_hour", 0.0, "price of one device for an hour, in any currency; 0: no cost is shown"
 )
-# What well-tuned training of dense transformers reaches, as published for TPUs and for GPUs, is 0.4 to 0.6; an assumption until it is measured.
+# An assumption, not a measurement: well-tuned training of dense transformers reaches 0.4 to 0.6 of the peak, as published for
+# TPUs and GPUs.
 _EFFICIENCY = flags.DEFINE_float(
-    "efficiency", 0.5, "share of the hardware's peaks that is reached", 0.01, 1
+    "efficiency", 0.5, "share of the hardware's peak rates that training reaches", 0.01, 1
 )
-_OUTPUT = flags.DEFINE_string("output", "", "file for the same as JSON")
+_OUTPUT = flags.DEFINE_string("output", "", "file to write the plan to, as JSON")
 
 
 def _size(number: float) -> str:
-    """Bytes for people."""
+    """A number of bytes in a unit of its size."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(number) >= size:
             return f"{number / size:,.2f} {unit}"
@@ -56,7 +57,7 @@ def _size(number: float) -> str:
 
 
 def _compile(lowered: Lowered) -> Plan:
-    """With signs of life, on stderr, as it takes minutes."""
+    """Compiles, which takes minutes, and shows on stderr that it is going on."""
     text = f"compiling {lowered.stage} for {lowered.topology} ..."
     began, shown = time.monotonic(), rich.console.Console(stderr=True)
     if shown.is_terminal:
@@ -70,7 +71,7 @@ def _compile(lowered: Lowered) -> Plan:
 
 
 def _rows(plan: Plan, efficiency: float, price: float) -> list[tuple[str, str]]:
-    """What is printed of a plan, a name and a value a line."""
+    """The lines that are printed for a plan, each a name and a value."""
     rows = [("hardware", f"{plan.topology}, {plan.num_devices} device(s)")]
     rows.append(("mesh", " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())))
     for name, parts in (
@@ -84,7 +85,7 @@ def _rows(plan: Plan, efficiency: float, price: float) -> list[tuple[str, str]]:
     rows.append(("FLOPs a step", f"{plan.flops:.4g}{again}"))
     if not math.isnan(plan.xla_flops):
         counted = f"{plan.xla_flops:.4g}, each loop's body counted once"
-        rows.append(("by XLA, a device", counted))
+        rows.append(("FLOPs by XLA, a device", counted))
     rows += [(f"memory: {kind}", _size(size)) for kind, size in plan.memory.items()]
     left = plan.available - plan.needed
     rows.append(("memory a device", f"{_size(plan.needed)} of {_size(plan.available)}"))
@@ -95,7 +96,7 @@ def _rows(plan: Plan, efficiency: float, price: float) -> list[tuple[str, str]]:
         rows.append((kind, f"{traffic.count:,} a step, {traffic.bytes / 1e9:,.3f} GB to a device"))
     if plan.ideal_traffic:
         ratio = plan.traffic / plan.ideal_traffic
-        rows.append(("all of them", f"{plan.traffic / 1e9:,.3f} GB, {ratio:.2f} x ideal FSDP"))
+        rows.append(("all collectives", f"{plan.traffic / 1e9:,.3f} GB, {ratio:.2f} x ideal FSDP"))
     if plan.unknown_loops:
         rows.append(("loops counted once", ", ".join(plan.unknown_loops)))
     seconds = plan.seconds(efficiency)
@@ -119,6 +120,7 @@ def _rows(plan: Plan, efficiency: float, price: float) -> list[tuple[str, str]]:
 
 
 def _record(plan: Plan, efficiency: float, price: float) -> dict:
+    """The plan as it is written to --output."""
     hours = plan.hours(efficiency) * plan.num_devices
     return dataclasses.asdict(plan) | {
         "fits": plan.fits,
@@ -140,6 +142,8 @@ def _show(plan: Plan) -> None:
 
 
 def _fit(config: Config) -> tuple[list[Try], Plan | None]:
+    """The sizes of --fit that were tried, and the plan for the last one that was compiled for."""
+
     def note(text: str) -> None:
         print(text, flush=True)
 
@@ -157,10 +161,16 @@ def main(argv: list[str]) -> int:
     if _CONFIG.value is None:
         raise UserError("give a recipe: --config=configs/calm_m.py")
     if bool(_TOPOLOGY.value) == bool(_FIT.value):
-        raise UserError("give --topology=v5e:4x4, or --fit=v5e for the smallest that fits")
-    if _PRICE.value < 0:
-        raise UserError(f"--price_per_hour={_PRICE.value:g} must not be negative")
-    config, tries = resolve(_CONFIG.value), []
+        raise UserError("give --topology=v5e:4x4, or --fit=v5e for the smallest size that fits")
+    if not 0 <= _PRICE.value < math.inf:
+        raise UserError(f"--price_per_hour={_PRICE.value:g} must be a number from 0 on")
+    if not 0 < _EFFICIENCY.value <= 1:
+        raise UserError(f"--efficiency={_EFFICIENCY.value:g} must be in (0, 1]")
+    if _OUTPUT.value and not pathlib.Path(_OUTPUT.value).absolute().parent.is_dir():
+        raise UserError(f"--output={_OUTPUT.value} cannot be written: there is no such folder")
+    config = resolve(_CONFIG.value)
+    tries: list[Try] = []
+    plan: Plan | None
     if _FIT.value:
         tries, plan = _fit(config)
     else:
@@ -168,7 +178,7 @@ def main(argv: list[str]) -> int:
     if plan is not None:
         _show(plan)
     if _OUTPUT.value:
-        record = {"tries": {str(one.topology): one.why_not for one in tries}}
+        record: dict = {"tries": {str(one.topology): one.why_not for one in tries}}
         if plan is not None:
             record |= _record(plan, _EFFICIENCY.value, _PRICE.value)
         write_atomically(pathlib.Path(_OUTPUT.value), json.dumps(finite(record), indent=2) + "\n")

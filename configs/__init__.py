@@ -1,1 +1,1 @@
-"""Recipes. `common.py` has every key; the others are deltas over it."""
+"""Recipes. `common.py` describes every key; the other files change some values."""

@@ -12,7 +12,7 @@ from configs import common
 def get_config() -> ConfigDict:
     config = common.variant(common.get_config(), "head=softmax")
     common.published_text(config, "ar")
-    # As many tokens a step as CALM's recipes, in shorter sequences.
+    # As many tokens per step as CALM's recipes, in shorter sequences.
     config.lm.data.block_tokens = 2048
     config.lm.training.batch_size = 1024
     return config

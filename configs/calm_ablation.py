@@ -1,4 +1,4 @@
-"""The body of the paper's ablations: 12 layers of width 768 (published BrierLM 4.70 after 50k steps).
+"""The model of the paper's ablations: 12 layers of width 768 (published BrierLM 4.70 after 50k steps).
 
 launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.json  # once
 python -m calm_jax.main --config=configs/calm_ablation.py

@@ -1,9 +1,9 @@
-"""Every key of a recipe, with units and sources; the values are the published recipe's for CALM-M.
+"""Every key of a recipe, with its unit and source. The values are those of the published recipe for CALM-M.
 
-Recipes import `get_config` from here and change what differs, and take arguments by `variant`:
-`--config=configs/calm_m.py:head=flow,k=8`. Keys are overridden on the command line as
-`--config.lm.training.batch_size=64`. There is no EMA of the parameters and no
-best-checkpoint rule: the published recipe has neither, the last step is the model.
+The other recipes start from this `get_config` and change some values. Most take arguments for another head or chunk size
+(see `variant`): `--config=configs/calm_m.py:head=flow,k=8`. A flag overrides any key:
+`--config.lm.training.batch_size=64`. As in the published recipe, there is no moving average (EMA) of the parameters and
+no selection of a best checkpoint: the parameters after the last step are the model.
 """
 
 from ml_collections import ConfigDict
@@ -14,66 +14,75 @@ from calm_jax.errors import UserError
 def get_config() -> ConfigDict:
     config = ConfigDict()
 
-    # Every random number of a run follows from this: initial parameters, order of the data, noise.
+    # Seed of all random numbers of a run: initial parameters, order of the data, noise.
     config.seed = 0
-    # What to train: "autoencoder", "lm" (needs an autoencoder in the workdir or a checkpoint of one), or "all".
+    # Stages to train: "autoencoder"; "lm", the language model alone, which needs a trained autoencoder (in the workdir, in
+    # `autoencoder.checkpoint` or in `init_from`); or "all", both in this order.
     config.stage = "all"
-    # Workdir, of a run or converted, with whose parameters the stages begin that are trained; a language model that is
-    # trained alone takes its autoencoder, too. Empty: fresh parameters.
+    # Workdir of a trained or converted model, from whose parameters training starts instead of from random ones. With
+    # stage="lm" the autoencoder is taken from there, too. Empty: random parameters.
     config.init_from = ""
-    # K, tokens per chunk (paper: 4; 1 with a softmax head). Both stages share it.
+    # K, the number of tokens that one latent vector stands for, in both stages (paper: 4). A softmax head needs 1.
     config.chunk_size = 4
-    # Arithmetic of the networks, "bfloat16" or "float32"; parameters, losses, norms' statistics and softmax are float32.
+    # Precision of activations and matrix products: "bfloat16" or "float32". Parameters, losses, the statistics of norms and
+    # softmax are always float32.
     config.compute_dtype = "bfloat16"
 
     # --- Text -----------------------------------------------------------------------------------
     config.data = ConfigDict()
-    # Comma-separated globs of .txt (one document a file), .jsonl or .json (one document a line), .gz or .zst of these, and
-    # .parquet (one document a row); also remote ones such as gs://bucket/*.jsonl.zst.
-    # Empty: the source text of the running Python's standard library.
-    # An entry may also be a folder that `python -m calm_jax.data.prepare` made, whose tokenizer then is the run's.
+    # Training text: comma-separated globs, local or remote (gs://bucket/*.jsonl.zst). Files may be .txt (each file is one
+    # document), .jsonl or .json (each line is one document), .parquet (each row is one document), and .gz or .zst of the
+    # first three. An entry may also be a folder made by `python -m calm_jax.data.prepare`; the run then uses the tokenizer
+    # that the folder was prepared with. Empty: the source code of the running Python's standard library.
     config.data.train_files = ""
-    # How often text is of each comma-separated entry of train_files, as in (0.7, 0.3); empty: as it is, all once an epoch.
+    # Sampling weights of the comma-separated entries of train_files, such as (0.7, 0.3): the share of training blocks that
+    # come from each. Empty: no weights, every block is read once an epoch.
     config.data.mixture = ()
-    # Other text, named in the same way, for the autoencoder. Empty: train_files.
+    # Training text of the autoencoder, given like train_files. Empty: the same text as train_files.
     config.data.autoencoder_files = ""
-    # The same for validation, never prepared. Empty: held out of the training files, see `holdout_every`. Alone they are
-    # enough for --mode=eval.
+    # Validation text: globs like train_files, but no prepared folders. Empty: some training documents are held out (see
+    # `holdout_every`). --mode=eval needs validation_files only.
     config.data.validation_files = ""
-    # Field of a record that holds the text.
+    # Name of the field that holds a document's text in .jsonl, .json and .parquet files.
     config.data.text_field = "text"
-    # Field of a record with a prompt that its text follows: read, not learnt, and the text begins a chunk of its
-    # own; each record then is a block for itself. Empty: there are no prompts.
+    # Name of the field that holds a prompt, for training on prompts and completions (the text field). The loss is on the
+    # completion only, which begins on a chunk boundary; every record is packed into its own block. Empty: no prompts.
     config.data.prompt_field = ""
-    # Of training text that is not prepared: documents with fewer characters are left out, longer ones than so many
-    # space-separated words are cut into pieces of so many (published: 10,000; 0: never), equal ones are left out but for the first.
+    # Filters of training text that is not in a prepared folder. Documents with fewer characters are left out.
     config.data.min_characters = 0
+    # Documents with more space-separated words are cut into pieces of this many (published: 10,000). 0: they are not cut.
     config.data.max_words = 0
+    # Of documents with equal text, keep the first only.
     config.data.deduplicate = False
-    # Without validation files, one document in this many is held out, by a hash of its file name (and line).
+    # Without validation_files, one document in this many is held out for validation, chosen by a hash of its file name and
+    # line number.
     config.data.holdout_every = 20
-    # A malformed record: "raise" (names file and line) or "skip" (counted and reported).
+    # What to do with a malformed record: "raise" ends the run with its file and line; "skip" leaves it out and reports how
+    # many there were.
     config.data.on_bad_record = "raise"
-    # Threads that read prepared shards ahead. 0 is fastest on a local disk; one that is far away wants 16 or so.
+    # Threads that prefetch batches from prepared shards. 0, no prefetching, is fastest on a local disk; about 16 suit a
+    # remote file system.
     config.data.read_threads = 0
 
     config.tokenizer = ConfigDict()
-    # "llama3" (paper), "sentencepiece" or "bytes".
+    # Kind of tokenizer: "llama3" (paper), "sentencepiece" or "bytes".
     config.tokenizer.kind = "llama3"
-    # File of the tokenizer: Llama 3's tokenizer.model (tiktoken ranks) or tokenizer.json, or a
-    # SentencePiece model. Empty with "sentencepiece": train one on the training text.
+    # The tokenizer's file: Llama 3's tokenizer.model (tiktoken ranks) or tokenizer.json, or a SentencePiece model. Empty
+    # with "sentencepiece": a SentencePiece model is trained on the training text.
     config.tokenizer.path = ""
-    # Vocabulary of a SentencePiece model that is trained; others have their own (Llama 3: 128,257 with the pad token).
+    # Vocabulary size of a SentencePiece model that is trained here. Other tokenizers have a fixed vocabulary (Llama 3: 128,257
+    # with the pad token) and ignore it.
     config.tokenizer.vocab_size = 512
 
-    # --- Stage 1: the autoencoder (paper, section 2); a softmax head has none ----------------------
+    # --- Stage 1: the autoencoder (paper, section 2); not used with a softmax head ------------------
     config.autoencoder = ConfigDict()
-    # Workdir whose autoencoder to use instead of training one. Empty: train.
+    # Workdir with a trained autoencoder to use. Empty: train one in stage 1.
     config.autoencoder.checkpoint = ""
-    # Stage 2 refuses an autoencoder that gets fewer of the held-out tokens right (from a sampled latent). Published: over 0.999.
+    # Stage 2 refuses to start if the autoencoder reconstructs a smaller fraction of validation tokens from sampled latents
+    # (published autoencoder: over 0.999).
     config.autoencoder.min_accuracy = 0.98
     config.autoencoder.model = _autoencoder_model()
-    # Published: each document gets eos and is filled up to whole chunks with pads.
+    # Published: eos ends each document, and pads fill its last chunk.
     config.autoencoder.data = _blocks(2048, append_eos=True, align_documents_to_chunks=True)
     config.autoencoder.optimizer = _optimizer()
     config.autoencoder.optimizer.warmup_steps = 1000
@@ -83,79 +92,94 @@ def get_config() -> ConfigDict:
     config.lm = ConfigDict()
     config.lm.model = _transformer()
     config.lm.head = _energy_head()
-    # Published: no eos, and chunks may straddle documents.
+    # Published: documents have no eos, and a chunk may contain the end of one document and the start of the next.
     config.lm.data = _blocks(8192, append_eos=False, align_documents_to_chunks=False)
     config.lm.optimizer = _optimizer()
     config.lm.training = _training(num_steps=250_000, batch_size=256)
 
     # --- Evaluation -------------------------------------------------------------------------------
     config.eval = ConfigDict()
-    # Blocks evaluated at once, over all devices.
+    # Blocks per evaluation batch, over all devices.
     config.eval.batch_size = 8
-    # S, samples per position of BrierLM: at least 2 (published: 2). More cost time and lower the variance.
+    # S, samples per position for BrierLM, at least 2 (published: 2). More samples take longer and lower the variance.
     config.eval.num_samples = 2
-    # Blocks, evenly spaced, for the evaluations during training; at the end it is always the whole split.
+    # Evaluations during training use this many evenly spaced validation blocks. The evaluation after the last step always
+    # uses the whole split.
     config.eval.part_blocks = 64
-    # Score also n-grams that start inside a chunk of more than four tokens, not its first four alone (published: False).
+    # For K > 4: whether to score all n-grams inside a chunk, not only its first four tokens (published: False).
     config.eval.inner_starts = False
-    # With K < 4, leave out each block's last n-gram (the published code does so for CALM; here all count).
+    # For K < 4: whether to leave out the last n-gram of each block, as the published code does for CALM.
     config.eval.skip_last_start = False
-    # The equal-context protocol of --mode=eval, which compares models of any K and the autoregressive baseline:
-    # documents in windows of `block_tokens`, of which everything after the first `context_tokens` is scored,
-    # each token once. n-grams start at multiples of `start_every` tokens: 4 gives K = 1, 2, 4, 8 and 16 the
-    # same ones, 12 also K = 3.
+    # The equal-context protocol of --mode=eval compares models of different K, and the autoregressive baseline, on the same
+    # n-grams after the same context. Documents are cut into windows of `block_tokens` tokens, which overlap by
+    # `context_tokens`. In each window, the tokens after the first `context_tokens` are scored, so that each token is scored
+    # once. n-grams start at multiples of `start_every` tokens: with 4 they are the same for K = 1, 2, 4, 8 and 16, with 12
+    # also for K = 3.
     config.eval.context_tokens = 1024
     config.eval.block_tokens = 2048
     config.eval.start_every = 4
-    # --mode=eval measures the accuracy-diversity plane at these temperatures, if there are any: of these samplers,
-    # those of one pool with these numbers of candidates, over so many contexts of the validation text.
+    # The accuracy-diversity plane of --mode=eval (paper, section 5): at these temperatures, it measures how often a sample is
+    # correct and how often two samples are equal. Empty: it is not measured.
     config.eval.temperatures = ()
+    # Samplers to measure (see `sample.sampler`).
     config.eval.samplers = ("pooled", "batch", "published", "rejection", "growing", "noise")
+    # Values of `sample.num_candidates` to measure the samplers "batch" and "published" with.
     config.eval.candidates = (200,)
+    # Number of contexts from the validation text.
     config.eval.plane_contexts = 512
-    # Seed of the evaluation's random numbers, apart from the training's.
+    # Seed of all random numbers of evaluation; `seed` has no influence on them.
     config.eval.seed = 0
 
     # --- Generation ---------------------------------------------------------------------------------
     config.sample = ConfigDict()
-    # T in (0, 1], where 0.33 means 1/3; with a softmax head any from 0, the likeliest token, on. The author advises at most 0.5 for fluent text.
+    # T, in (0, 1]; a rounded 1/n such as 0.33 counts as 1/n. With a softmax head any T >= 0, where 0 is greedy decoding. The
+    # paper's author advises at most 0.5 for fluent text.
     config.sample.temperature = 0.5
-    # With a softmax head: sample from the likeliest tokens that together have this probability.
+    # Nucleus sampling, for a softmax head only: sample from the likeliest tokens whose probabilities sum to this. 1: from all.
     config.sample.top_p = 1.0
-    # How chunks are sampled below T = 1 (the README compares them); not used with a softmax head:
-    # "pooled" fresh pools of growing size, exact within max_draws; "rejection" the paper's exact algorithm; "batch" one pool, any T;
-    # "published" one pool, the paper's weights, T = 1/n alone; "growing" one pool that grows until it tells enough;
-    # "noise" one draw with the head's noise times T.
+    # How chunks are sampled at T < 1; docs/benchmarks.md compares the samplers. Not used with a softmax head.
+    #   "pooled"     draws fresh pools of growing size until one emits a chunk; exact, unless it needs more than max_draws
+    #   "rejection"  the paper's exact algorithm; approximate only beyond max_draws
+    #   "batch"      approximate, any T: chooses by weight from one pool of num_candidates draws
+    #   "published"  the same with the paper's weights, for T = 1/n only
+    #   "growing"    approximate: one pool that doubles until it holds enough equal draws
+    #   "noise"      one draw with the head's noise multiplied by T
     config.sample.sampler = "pooled"
-    # N, candidates per chunk of "batch" and "published" (the paper's: 200). Up to so many, and at most half of max_draws,
-    # are kept back by "rejection", and by "pooled" where 1/T is not whole, to choose from when the rest is used up.
+    # N, draws per chunk of "batch" and "published" (paper: 200). "rejection", and "pooled" where 1/T is not a whole number,
+    # reserve up to this many of their max_draws, but at most half of them, for an approximate choice when the others are
+    # used up.
     config.sample.num_candidates = 200
-    # Most draws per chunk of the others; after them the choice is approximate, and says so. 216 = 16 + 200 costs about
-    # what the paper's 200 cost at most; 1360 = 16 + 64 + 256 + 1024 leaves fewer chunks approximate.
+    # Maximum draws per chunk of the other samplers. A chunk that would need more is chosen approximately, and is counted as
+    # "not exact". 216 = 16 + 200 costs at most about as much as the paper's 200 draws; with 1360 = 16 + 64 + 256 + 1024 fewer
+    # chunks are approximate.
     config.sample.max_draws = 216
-    # Draws computed together, over all prompts: enough to fill the device, as what is begun is not left.
+    # Draws that are computed together, over all prompts: enough to fill the device, but not many more, because a group of
+    # draws is always finished.
     config.sample.draws_at_once = 256
-    # Tokens to generate per prompt, and strings at which its text ends before.
+    # Maximum tokens to generate for each prompt.
     config.sample.max_tokens = 128
+    # Stop strings: a text ends before the first of them.
     config.sample.stop = ()
-    # A prompt that does not end on a chunk boundary: "left" puts pads before it (which
-    # lm.data.front_fill="random" shows in training), "match" draws its last chunk until one begins as the prompt ends, within max_draws,
-    # and else does as "left"; "pad" puts pads after it, as the published code does.
+    # How to bring a prompt to whole chunks.
+    #   "left"   pads before the prompt; lm.data.front_fill="random" trains the model on such chunks
+    #   "match"  samples the last chunk until a draw begins with the prompt's last tokens; "left" if none does in max_draws
+    #   "pad"    pads after the prompt, as the published code does
     config.sample.prompt_alignment = "left"
-    # Text longer than lm.data.block_tokens: "refuse" it, or "slide": see the last chunks alone.
+    # Prompts and texts longer than the context, lm.data.block_tokens tokens: "refuse" ends with an error; "slide" attends to
+    # the last chunks only.
     config.sample.long_context = "refuse"
-    # Prompts generated together.
+    # Prompts continued together.
     config.sample.batch_size = 8
-    # Prompts of the samples that end a training run.
+    # Prompts of the samples that are written at the end of training.
     config.sample.prompts = ("The ", "In the year ")
 
     # --- The run ------------------------------------------------------------------------------------
     config.checkpoint = ConfigDict()
-    # How many of the latest checkpoints stay, per stage.
+    # Number of latest checkpoints to keep, per stage; older ones are deleted.
     config.checkpoint.keep = 2
 
-    # Devices along each axis of the mesh; one may be -1, for those that are left. Batches lie over
-    # data x fsdp, parameters over fsdp x tensor.
+    # Number of devices along each axis of the mesh; one axis may be -1: all remaining devices. Batches are sharded over
+    # data x fsdp; parameters, optimizer state and the frozen autoencoder over fsdp x tensor.
     config.mesh = ConfigDict()
     config.mesh.data = -1
     config.mesh.fsdp = 1
@@ -164,10 +188,13 @@ def get_config() -> ConfigDict:
 
 
 def published_text(config: ConfigDict, name: str) -> None:
-    """The text of the published models, as `launch/prepare_pile.sh` prepares it; `name` is the language model's part."""
+    """Sets the text of the published models, as prepared by `launch/prepare_pile.sh`.
+
+    name: the folder of the language model's text in prepared/pile: "lm" for CALM, "ar" for the autoregressive baseline.
+    """
     config.data.train_files = f"prepared/pile/{name}"
     config.data.validation_files = "prepared/wikitext.jsonl"
-    # Of the Pile's shards 00 and 01; the language model's are 02 to 29, the baseline's are all.
+    # The autoencoder is trained on the Pile's shards 00 and 01, CALM on 02 to 29, the baseline on all.
     config.data.autoencoder_files = "prepared/pile/autoencoder" if name == "lm" else ""
     config.data.max_words = 10_000
     config.autoencoder.data.packing = config.lm.data.packing = "published"
@@ -175,41 +202,43 @@ def published_text(config: ConfigDict, name: str) -> None:
 
 def _autoencoder_model() -> ConfigDict:
     model = ConfigDict()
-    # Z, size of a chunk's latent (paper: 128 for K = 4, 32 K in general).
+    # Z, size of a chunk's latent vector (paper: 32 K, 128 for K = 4).
     model.latent_size = 128
-    # D and F, width of the layers and of their MLPs.
+    # D and F, widths of the residual stream and of the MLPs' hidden layer.
     model.hidden_size = 512
     model.intermediate_size = 1280
-    # Even: one half works on tokens, the other on chunks.
+    # Even numbers: half of the layers work on single tokens, the other half on whole chunks.
     model.num_encoder_layers = 2
     model.num_decoder_layers = 2
     model.norm_epsilon = 1e-6
-    # Rate at which input tokens are replaced and latent dimensions dropped in training (paper: 0.15).
+    # In training, the probability of replacing an input token by id 0, and of dropping a latent dimension (paper: 0.15).
     model.dropout = 0.15
-    # Nats per latent dimension below which the KL term does not push (paper: 0.5), and its weight (paper: 0.001).
+    # Lower bound at which the KL divergence of each latent dimension is clamped, in nats (paper: 0.5).
     model.kl_clamp = 0.5
+    # Weight of the KL term in the loss (paper: 0.001).
     model.kl_weight = 1e-3
     return model
 
 
 def _transformer() -> ConfigDict:
     model = ConfigDict()
-    # D and F, width of the layers and of their MLPs.
+    # D and F, widths of the residual stream and of the MLPs' hidden layer.
     model.hidden_size = 1024
     model.intermediate_size = 2752
     model.num_layers = 16
     model.num_heads = 16
-    # Key-value heads; fewer than num_heads groups the queries.
+    # Key-value heads. Fewer than num_heads: grouped-query attention.
     model.num_kv_heads = 16
-    # Base of the rotary positions, which count chunks.
+    # Base of the rotary position embedding. Positions count chunks, not tokens.
     model.rope_theta = 1e4
     model.norm_epsilon = 1e-6
-    # What of a layer is computed again in the backward pass: "none"; "full", all of it: least memory, about a third more
-    # arithmetic; "dots", all but products with weights, which are kept: little more arithmetic, and most of the memory.
+    # Rematerialisation: which activations of a layer the backward pass recomputes. "none"; "full", all of them: least memory,
+    # about a third more FLOPs; "dots", all but products with weights: few more FLOPs, but most of the memory.
     model.remat = "none"
-    # How whole blocks attend, in training and scoring: "xla" works everywhere; "cudnn" needs an NVIDIA GPU, bfloat16, and
-    # lm.data.isolate_documents=False; "splash" needs a TPU (a CPU interprets it, for tests). "auto" is splash on a TPU, cudnn
-    # where it can be, else xla. Generation does not depend on it.
+    # Attention kernel of training and scoring: "xla" works everywhere; "blocks", too, and is the
+    # fastest on CPUs; "cudnn" needs an NVIDIA GPU, bfloat16 and lm.data.isolate_documents=False; "splash" needs a TPU (on a
+    # CPU it is interpreted, for tests); "auto" is "splash" on a TPU, "blocks" on a CPU, "cudnn" where that is possible,
+    # else "xla". Generation, which reads a cache, does not use it.
     model.attention = "auto"
     return model
 
@@ -217,14 +246,14 @@ def _transformer() -> ConfigDict:
 def _energy_head() -> ConfigDict:
     head = ConfigDict()
     head.name = "energy"
-    # Residual MLP blocks (paper: a quarter of num_layers).
+    # Number of residual MLP blocks (paper: a quarter of num_layers).
     head.num_blocks = 4
-    # E, size of the uniform noise that a draw starts from.
+    # E, size of the uniform noise vector that a sample is computed from.
     head.noise_size = 64
-    # N and M of the energy score: draws of the model, draws of the target (paper: 8 and 100).
+    # N and M of the energy score: samples of the model and of the target, the autoencoder's posterior (paper: 8 and 100).
     head.num_samples = 8
     head.num_target_samples = 100
-    # Exponent of the distance, in (0, 2]; strictly proper below 2 (paper: 1).
+    # Exponent of the distance in the energy score, in (0, 2]; the score is strictly proper below 2 (paper: 1).
     head.beta = 1.0
     return head
 
@@ -234,9 +263,9 @@ def _diffusion_head() -> ConfigDict:
     head.name = "diffusion"
     # Residual MLP blocks, as in the energy head.
     head.num_blocks = 4
-    # N, targets per position in training, each with its own step and noise (published: 8).
+    # N, training targets per position, each with its own diffusion step and noise (published: 8).
     head.num_samples = 8
-    # Steps of sampling, of the 1000 that are trained (paper: 100; below 40 nothing comes out).
+    # Denoising steps when sampling, out of 1000 in training (paper: 100; samples are useless below 40).
     head.num_steps = 100
     return head
 
@@ -246,17 +275,18 @@ def _flow_head() -> ConfigDict:
     head.name = "flow"
     # Residual MLP blocks, as in the energy head.
     head.num_blocks = 4
-    # N, targets per position in training, each with its own time and noise (published: 8).
+    # N, training targets per position, each with its own time and noise (published: 8).
     head.num_samples = 8
-    # Steps of sampling (paper: 10 midpoint steps), and "midpoint" (two network calls a step) or "euler" (one).
+    # Solver steps when sampling (paper: 10 midpoint steps).
     head.num_steps = 10
+    # ODE solver: "midpoint" (two network evaluations a step) or "euler" (one).
     head.solver = "midpoint"
     return head
 
 
 def _softmax_head() -> ConfigDict:
     head = ConfigDict()
-    # The autoregressive baseline: probabilities of the next token, K = 1, no autoencoder.
+    # The autoregressive baseline: predicts probabilities of the next token; K = 1, no autoencoder.
     head.name = "softmax"
     return head
 
@@ -270,10 +300,16 @@ _HEADS = {
 
 
 def variant(config: ConfigDict, arguments: str) -> ConfigDict:
-    """A recipe with `head=...`, `k=...` or both, comma-separated; raises `UserError` for anything else.
+    """Changes a recipe's head or chunk size, as in `--config=configs/calm_m.py:head=flow,k=8`, and returns it.
 
-    `head` keeps the recipe's number of blocks; "softmax" is the autoregressive baseline of the same
-    transformer. `k` sets the chunk size and the latent size 32 K, and rounds blocks down to whole chunks.
+    Args:
+      config: the recipe; is changed.
+      arguments: comma-separated, empty for no change. `head=NAME` sets the head and keeps the recipe's num_blocks;
+        "softmax" makes the autoregressive baseline with the same transformer. `k=K` sets the chunk size and the latent
+        size, 32 K, and rounds block_tokens down to whole chunks.
+
+    Raises:
+      UserError: for any other argument or value.
     """
     given = {}
     for argument in filter(None, arguments.split(",")):
@@ -326,56 +362,61 @@ def _set_chunk_size(config: ConfigDict, text: str) -> None:
 
 def _blocks(block_tokens: int, append_eos: bool, align_documents_to_chunks: bool) -> ConfigDict:
     data = ConfigDict()
-    # T, tokens per training sequence.
+    # T, tokens per block, which is one training sequence.
     data.block_tokens = block_tokens
-    # How training documents become blocks: "windows" of running text, all of it; "published", of every 1,000 documents
-    # what does not fill a block is dropped; "documents", blocks begin with a document, take as many whole ones as fit,
-    # and are filled up with pads that are no targets. Validation text is always windows.
+    # How training documents are packed into blocks. Validation text is always packed as "windows".
+    #   "windows"    the documents are concatenated and cut into blocks; all text is used
+    #   "published"  the same for every 1,000 documents separately; the remainder of each that fills no block is dropped
+    #   "documents"  a block begins with a document and holds as many whole ones as fit; masked pads fill the rest
     data.packing = "windows"
-    # Put eos after each document.
+    # Whether eos ends each document.
     data.append_eos = append_eos
-    # Fill each document with pads up to whole chunks, so that no chunk straddles two documents.
+    # Whether pads fill the last chunk of each document, so that no chunk contains parts of two documents.
     data.align_documents_to_chunks = align_documents_to_chunks
-    # "random" starts each training document with 0 to K-1 pads, so that the model has seen chunks
-    # that are filled up in front, as a prompt's first chunk may be; "none" is the published way.
+    # Pads before each training document: "random" puts 0 to K-1, so that the model learns chunks that begin with pads, as a
+    # prompt's first chunk may (see `sample.prompt_alignment`); "none" puts none (published).
     data.front_fill = "none"
-    # Of the language model's: no chunk sees another document's in its block, and none is predicted from one (published:
-    # all see all). Needs align_documents_to_chunks.
+    # Language model only: whether attention is masked between the documents of a block; a document's first chunk is then no
+    # target. Needs align_documents_to_chunks. Published: False.
     data.isolate_documents = False
     return data
 
 
 def _optimizer() -> ConfigDict:
     optimizer = ConfigDict()
-    # Peak, after warm-up.
+    # Learning rate after warm-up.
     optimizer.learning_rate = 3e-4
-    # Linear from 0. The published scripts ask for 1000 (autoencoder) and 2000 steps under a scheduler that ignores them; 0 does what they do.
+    # Steps of linear warm-up from 0. The published scripts ask for 1000 (autoencoder) and 2000 (language model), but their
+    # scheduler ignores it, so that 0 reproduces what they do.
     optimizer.warmup_steps = 2000
-    # After warm-up: "constant" (published) or "cosine", half a period down to `final_learning_rate`.
+    # Learning rate after warm-up: "constant" (published), or "cosine", which decays to `final_learning_rate` at the last step.
     optimizer.schedule = "constant"
     optimizer.final_learning_rate = 0.0
-    # AdamW.
+    # AdamW's decay rates of the moments, and the term added to the denominator.
     optimizer.beta1 = 0.9
     optimizer.beta2 = 0.95
     optimizer.epsilon = 1e-8
-    # Of matrices and embeddings; biases and norms' scales never decay.
+    # Weight decay of matrices and embeddings; biases and scales of norms have none.
     optimizer.weight_decay = 0.1
-    # Gradients are scaled down to this global norm.
+    # Gradients with a larger global norm are scaled down to it.
     optimizer.max_grad_norm = 1.0
     return optimizer
 
 
 def _training(num_steps: int, batch_size: int) -> ConfigDict:
     training = ConfigDict()
-    # Updates, and sequences per update over all devices.
+    # Optimizer updates in all.
     training.num_steps = num_steps
+    # Blocks per update, over all devices.
     training.batch_size = batch_size
-    # Microbatches per update, one after the other: less memory, the same result.
+    # Gradient accumulation: microbatches per update. More need less memory; the result is the same but for rounding.
     training.accumulation_steps = 1
-    # Steps between lines of metrics, evaluations of a part of the validation split, and checkpoints.
+    # Steps between lines in metrics.jsonl.
     training.log_every = 50
+    # Steps between evaluations of `eval.part_blocks` validation blocks.
     training.eval_every = 2000
+    # Steps between checkpoints.
     training.checkpoint_every = 1000
-    # Updates with a non-finite loss or gradient are skipped; this many in a row end the run.
+    # An update with a non-finite loss or gradient is skipped; this many in a row end the run with an error.
     training.max_nonfinite_steps = 10
     return training

@@ -1,10 +1,11 @@
-"""Trains the language model of a workdir, a run's or a converted one, on prompts and completions.
+"""Fine-tunes the language model of a workdir, trained or converted, on prompts and completions.
 
     python -m calm_jax.main --config=configs/finetune.py:runs/calm_m --workdir=runs/mine \\
         --config.data.train_files=records.jsonl
 
-Each line of the file is {"prompt": ..., "completion": ...}; only completions are learnt. The model, its tokenizer and
-its autoencoder are those of the workdir. For plain text give --config.data.prompt_field= --config.data.text_field=text.
+Each line of the file is {"prompt": ..., "completion": ...}; the loss is on the completions only. Architecture, parameters,
+tokenizer and autoencoder come from the workdir. To train on plain text, add --config.data.prompt_field=
+--config.data.text_field=text.
 """
 
 import os
@@ -22,10 +23,10 @@ def get_config(folder: str = "") -> ConfigDict:
         config = workdir.get_config(folder)
     except UserError as error:
         raise UserError(
-            f"{error}; a published checkpoint has to be converted first, and a run that has begun goes on with "
+            f"{error}; convert a published checkpoint first; to resume a fine-tuning run, give "
             "--config=configs/workdir.py:RUN"
         ) from error
-    # The same folder is the same source, whether its name ends with a slash or not.
+    # A trailing slash must not make a resumed run differ from the stored config.
     config.init_from = os.path.normpath(folder)
     config.stage = "lm"
     config.autoencoder.checkpoint = ""
@@ -42,7 +43,7 @@ def get_config(folder: str = "") -> ConfigDict:
     data.append_eos = True
     data.align_documents_to_chunks = True
 
-    # A tenth of the paper's peak.
+    # A tenth of the paper's learning rate.
     optimizer = config.lm.optimizer
     optimizer.learning_rate = 3e-5
     optimizer.warmup_steps = 20

@@ -1,4 +1,4 @@
-"""The config stored in a workdir: `--config=configs/workdir.py:DIR` (and `--workdir` is DIR unless given)."""
+"""The config stored in a workdir: `--config=configs/workdir.py:DIR`. The default of `--workdir` is then DIR."""
 
 import json
 import pathlib
@@ -22,7 +22,7 @@ def get_config(folder: str = "") -> ConfigDict:
 
 
 def _with_tuples(tree):
-    """JSON has lists where a recipe has tuples."""
+    """Turns the lists of JSON into the tuples that a recipe has."""
     if isinstance(tree, dict):
         return {key: _with_tuples(value) for key, value in tree.items()}
     return tuple(tree) if isinstance(tree, list) else tree

@@ -1,18 +1,19 @@
 # shellcheck shell=bash
-# Sourced by the scripts beside it: errors of one line, dry runs, and signals that reach what runs. For bash 3.2 and later.
+# Sourced by the other scripts of this folder: one-line errors, dry runs, and passing on of signals. For bash 3.2 and later.
 
-# Set by the loops over arguments.
+# 1 with --dry_run; set where the arguments are read.
 dry_run=0
-# Set by SIGTERM, Ctrl-C or a hang-up.
+# 1 after SIGTERM, Ctrl-C or a hang-up.
 stopped=0
 # The process that `attend` waits for.
 child=""
-# How the last command of `attend` ended.
+# The exit status of the last command of `attend`.
 status=0
-# The checkout, which recipes are named relative to.
+# The checkout. Recipes, runs/ and prepared/ are named relative to it.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# Of a GPU's memory, what JAX takes at the start: three quarters unless it is told otherwise, and the planner plans with this.
+# The share of a GPU's memory that JAX allocates at the start; its own default is 0.75. The planner (calm_jax/planning/
+# topology.py) assumes 0.92.
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
 
 fail() {
@@ -20,7 +21,7 @@ fail() {
     exit 2
 }
 
-# A command, as a shell reads it.
+# Prints a command with the quotes that a shell needs.
 quoted() {
     local word line="" quote="'" escape="'\\''"
     for word in "$@"; do
@@ -30,7 +31,7 @@ quoted() {
     echo "${line# }"
 }
 
-# Runs a command; a dry run prints it.
+# Runs a command, or prints it in a dry run.
 run() {
     if ((dry_run)); then
         quoted "$@"
@@ -39,29 +40,29 @@ run() {
     fi
 }
 
-# What a dry run says between commands.
+# A comment that a dry run prints between commands.
 note() {
     ((!dry_run)) || echo "# $*"
 }
 
-# Recipes, runs/ and prepared/ are named relative to the checkout.
+# Changes to the checkout.
 enter_root() {
     ((!dry_run)) || quoted cd "$root"
     cd "$root" || exit
 }
 
-# Ends the script unless the flags for calm_jax.main name a recipe that is there.
+# Ends the script unless the flags for calm_jax.main name an existing recipe.
 need_recipe() {
     local flag file=""
     for flag in "$@"; do
         [[ $flag != --config=* ]] || file=${flag#*=}
     done
     [[ -n $file ]] || fail "give a recipe: --config=configs/calm_m.py"
-    # configs/calm_m.py:head=flow has an argument behind the colon.
+    # A recipe may have arguments after a colon: configs/calm_m.py:head=flow.
     [[ -f $root/${file%%:*} || -f ${file%%:*} ]] || fail "--config=$file: there is no file ${file%%:*}"
 }
 
-# Sets `flags`, those for calm_jax.main, and `dry_run`.
+# Sets `dry_run`, and `flags` to all other arguments, which are flags of calm_jax.main.
 take_flags() {
     local flag
     flags=()
@@ -74,29 +75,30 @@ take_flags() {
     need_recipe ${flags[@]+"${flags[@]}"}
 }
 
-# Asks what `attend` runs to save and to end; $1 is its process.
+# Asks the process $1, which `attend` runs, to save and to end.
 stop_child() {
     kill -TERM "$1" 2>/dev/null || true
 }
 
-# Runs a command to its end and sets `status`. A signal to this script sets `stopped`, and is passed on as SIGTERM.
+# Runs a command to its end and sets `status`. A signal to this script sets `stopped` and is passed on to the command as SIGTERM.
 attend() {
     if ((dry_run)); then
         run "$@"
         return
     fi
     local waiting=1
-    # They stay: between two commands, too, a signal must not be lost.
+    # The traps stay set, so that no signal between two commands is lost.
     trap 'stopped=1 waiting=1; [[ -z $child ]] || stop_child "$child"' TERM INT HUP
-    # In a process group of its own: a terminal's Ctrl-C would reach it beside the SIGTERM, and a second signal ends a run
-    # before it has saved. Such a process would be stopped when it reads from the terminal, as ssh does.
+    # `set -m` starts the command in a process group of its own. Otherwise a terminal's Ctrl-C would reach it besides our
+    # SIGTERM, and a second signal ends a run before it has saved. A process outside of the terminal's group is stopped when it
+    # reads from the terminal, as ssh does; hence < /dev/null.
     set -m
     "$@" < /dev/null &
     child=$!
     set +m
-    # The signal came before there was anything to pass it on to.
+    # A signal that came before `child` was set has not been passed on.
     ((!stopped)) || stop_child "$child"
-    # A signal to this script ends a wait early.
+    # A signal to this script interrupts `wait`.
     while ((waiting)); do
         waiting=0 status=0
         wait "$child" || status=$?
@@ -104,11 +106,11 @@ attend() {
     child=""
 }
 
-# `attend` again and again while the command ends with status 75: it was asked to stop, has saved, and can go on.
+# Repeats `attend` while the command ends with status 75, which means that it was asked to stop, has saved, and can resume.
 keep_running() {
     attend "$@"
     while ((status == 75 && !stopped)); do
-        echo "launch: stopped by a signal, going on" >&2
+        echo "launch: stopped by a signal, resuming" >&2
         attend "$@"
     done
 }

@@ -1,29 +1,31 @@
 #!/usr/bin/env bash
-# Trains a recipe on TPU slices of a GKE cluster, as a workload of xpk, which starts it again after each preemption.
+# Trains a recipe on TPU slices of a GKE cluster, as an xpk workload, which is restarted after each preemption.
 #
 #   launch/gke_xpk.sh create --cluster=NAME --workload=calm-m --zone=ZONE --tpu_type=v5litepod-256 --storage=NAME \
 #       --config=configs/calm_m.py --workdir=/mnt/calm/runs/calm_m [--config.KEY=VALUE ...]
 #   launch/gke_xpk.sh list   --cluster=NAME --zone=ZONE
 #   launch/gke_xpk.sh delete --cluster=NAME --workload=calm-m --zone=ZONE
 #
-# For all: --project=PROJECT (gcloud's own unless given) and --dry_run. For create: --num_slices=N (1); --max_restarts=N (100);
-# --storage=NAME, a storage of the cluster to mount (leave it out where one mounts itself); --docker_image=IMAGE, one with
-# calm_jax in its working directory and installed; or --base_docker_image=IMAGE (python:3.12), to which xpk adds this checkout with
-# everything in it, runs/ and prepared/ too, and which installs calm_jax each time that it starts.
-# Every other flag of create is one of python -m calm_jax.main.
+# All commands take --project=PROJECT (default: gcloud's) and --dry_run. create takes:
+#   --num_slices=N (1), --max_restarts=N (100);
+#   --storage=NAME: a storage of the cluster to mount; leave it out if the storage mounts itself;
+#   --docker_image=IMAGE: an image with the checkout as working directory and calm_jax installed; or
+#   --base_docker_image=IMAGE (python:3.12): xpk adds all of this checkout to it, with runs/ and prepared/, and every start of the
+#       container installs calm_jax;
+#   all other flags: those of python -m calm_jax.main.
 #
-# A pod that is told to go gets SIGTERM; all save at one step and end with status 75, on which the workload is started again, as it is
-# when a pod is killed or its node goes away. Another status ends it. Starts are counted by --max_restarts: give the same command
-# under another --workload when they are used up, and the run goes on.
+# A pod that has to leave gets SIGTERM; all pods save at the same step and end with status 75, and the workload is restarted. It is
+# also restarted when a pod is killed or loses its node. Any other status ends the workload. After --max_restarts restarts, give
+# the same command with another --workload: the run resumes.
 #
 # Needs: xpk (pip install xpk), gcloud, kubectl and docker, logged in; a cluster:
 #   xpk cluster create --cluster=NAME --zone=ZONE --tpu-type=v5litepod-256 --num-slices=1 --spot --enable-gcpfilestore-csi-driver
-# and a file system that all pods see, for the prepared text (1.2 TB for CALM's) and the workdir: a storage that the cluster knows, by
-# xpk storage create or attach, with a mount point and not read-only (docs/usage/storage.md of xpk).
-# Costs: chip hours x your price, for as long as the cluster has its nodes: delete it. CALM-M with its autoencoder is 3.47e20 FLOPs
-# (calm_jax/flops.py): 1224 v5e, 525 v5p or 263 v6e chip hours at an MFU of 40 %, an assumption; 4.8 hours on 256 v5e.
-# Tested by dry runs and with a stand-in for xpk; flags as in the sources of xpk of October 2025 (github.com/AI-Hypercomputer/
-# xpk). Never run against a cloud.
+# and a file system that all pods share, for the prepared text (1.2 TB for CALM's) and the workdir: a writable storage of the
+# cluster with a mount point, made by xpk storage create or attach (docs/usage/storage.md of xpk).
+# Costs: chip hours x your price, as long as the cluster has its nodes, so delete it afterwards. CALM-M with its autoencoder takes
+# 3.47e20 FLOPs (calm_jax/cost/flops.py): at an assumed MFU of 40 %, 1224 v5e, 525 v5p or 263 v6e chip hours; on 256 v5e, 4.8 hours.
+# Tested by dry runs and with a stub of xpk, but never in a cloud. The flags are those in xpk's sources of October 2025
+# (github.com/AI-Hypercomputer/xpk).
 set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -63,12 +65,12 @@ create() {
     [[ $num_slices =~ ^[1-9][0-9]*$ ]] || fail "--num_slices=$num_slices must be a positive whole number"
     [[ $max_restarts =~ ^[0-9]+$ ]] || fail "--max_restarts=$max_restarts must be a whole number"
     need_recipe ${flags[@]+"${flags[@]}"}
-    [[ " ${flags[*]}" == *" --workdir=/"* ]] || fail "give --workdir=DIR, absolute, where all pods see it"
+    [[ " ${flags[*]}" == *" --workdir=/"* ]] || fail "give --workdir=DIR, absolute, on a file system that all pods share"
     local request=("${where[@]}" "--workload=$workload" "--tpu-type=$tpu_type" "--num-slices=$num_slices")
-    # xpk starts again on 42 and from 127 on by itself: killed pods are there, 75 is not.
+    # xpk itself restarts on 42 and on 127 and above, which includes killed pods, but not on 75.
     request+=("--max-restarts=$max_restarts" --restart-on-exit-codes=75 --termination-grace-period-seconds=120)
     [[ -z $storage ]] || request+=("--storage=$storage")
-    # SIGTERM reaches the shell that xpk starts the command in: python has to take its place.
+    # xpk runs the command in a shell, which gets the SIGTERM; `exec` puts python in the shell's place.
     local main
     main="exec $(quoted python -m calm_jax.main "${flags[@]}")"
     if [[ -n $image ]]; then
@@ -83,6 +85,6 @@ create() {
 case $command in
     create) create ;;
     list) run xpk workload list "${where[@]}" ;;
-    # It asks otherwise.
+    # --force: do not ask for confirmation.
     delete) run xpk workload delete "${where[@]}" "--workload=$workload" --force ;;
 esac

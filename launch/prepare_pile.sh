@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prepares the published training text: what configs/calm_*.py and configs/ar_*.py read.
+# Prepares the training text of the published models, which configs/calm_*.py and configs/ar_*.py read.
 #
 #   launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.json [--output=prepared] [--dry_run]
 #       [flags of python -m calm_jax.data.prepare: --workers=N, --scheduler=ADDRESS, ...]
@@ -7,11 +7,11 @@
 # Needs: pip install -e '.[data]'; the 30 training files of the Pile without its copyrighted parts (00.jsonl.zst to
 # 29.jsonl.zst, monology/pile-uncopyrighted on the Hugging Face hub: some 350 GB) in DIR; Llama 3's tokenizer.model;
 # WikiText-103's test articles, one object with the field "text" a line.
-# DIR may be remote, hf://datasets/monology/pile-uncopyrighted/train too, but every file is read twice, and more often by
-# many workers.
-# Costs: about 300 billion tokens at 1.5 million a second and core, for the language model and once more for the baseline
-# (some 60 core hours each), and 4 bytes a token on disk (1.2 TB each). Leave parts out with --parts=autoencoder,lm.
-# Killed and given again, it goes on where it was.
+# DIR may be remote, such as hf://datasets/monology/pile-uncopyrighted/train; every file is read at least twice, and more often
+# with many workers.
+# Costs: about 300 billion tokens for the language model, and as many for the baseline, each at 1.5 million tokens per second and
+# core (some 60 core hours) and 4 bytes per token on disk (1.2 TB). --parts=autoencoder,lm leaves the baseline out.
+# After an interruption, the same command resumes.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -59,12 +59,12 @@ if [[ $pile != *://* ]]; then
     done
 fi
 
-# Before the long work: whole or not at all, as everything else.
+# The validation text comes before the long work, and by mv, so that no partial file is left under its name.
 run mkdir -p "$output"
 run install -m 644 "$validation" "$output/wikitext.jsonl.tmp"
 run mv "$output/wikitext.jsonl.tmp" "$output/wikitext.jsonl"
 
-# A part's name, its files, and how its documents become blocks.
+# prepare PART FILES [FLAGS that say how its documents become blocks]
 prepare() {
     local part=$1 files=$2
     shift 2
@@ -78,5 +78,5 @@ prepare lm "$pile/0[2-9].jsonl.zst,$pile/[12][0-9].jsonl.zst" --block_tokens=819
 prepare ar "$pile/[012][0-9].jsonl.zst" --block_tokens=2048 --noappend_eos
 
 if [[ $output != prepared ]] && ((!dry_run)); then
-    echo "the recipes read prepared/: give them --config.data.train_files=$output/pile/lm and so on, or link it" >&2
+    echo "the recipes read prepared/: give them --config.data.train_files=$output/pile/lm and so on, or make prepared/ a link to $output" >&2
 fi

@@ -1,31 +1,31 @@
 #!/usr/bin/env bash
-# The paper's headline result: CALM-M (371.7M parameters, published BrierLM 5.72) from the raw text to its score and samples.
+# Reproduces the paper's headline result, CALM-M (371.7M parameters, published BrierLM 5.72), from raw text to score and samples.
 #
 #   launch/reproduce_calm_m.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.json [--workdir=runs/calm_m]
 #       [--prepared=prepared] [--steps=prepare,autoencoder,lm,evaluate,samples] [--launcher=COMMAND] [--dry_run] [--config.KEY=VALUE ...]
 #
-#   prepare      the Pile as tokens (launch/prepare_pile.sh, which says what the three files are)     PREPARED/pile, PREPARED/wikitext.jsonl
+#   prepare      the Pile as tokens (launch/prepare_pile.sh describes the three inputs)               PREPARED/pile, PREPARED/wikitext.jsonl
 #   autoencoder  30,000 steps                                                                       WORKDIR/autoencoder
 #   lm           CALM-M, 250,000 steps                                                              WORKDIR/lm, results.json
 #   evaluate     BrierLM as published and at equal context                                          WORKDIR/evaluations.jsonl
 #   samples      four prompts at temperature 0.5                                                    WORKDIR/headline_samples.jsonl
 #
-# Given again after anything, it goes on where it was: each step does what is left of it, and nothing where it has finished.
-# A step that is named in --steps and has finished scores or samples again when its file is deleted. SIGTERM and Ctrl-C reach what
-# runs; this script then ends with its status, 75 where something was saved.
+# The same command resumes after any interruption: each step does what is left of it, and a finished step does nothing. To
+# evaluate or sample again, delete that step's file. SIGTERM and Ctrl-C are passed on to the running step; this script then ends
+# with the step's status, which is 75 if the step has saved.
 #
-# It trains on the devices of this host. --launcher=COMMAND has other devices do autoencoder, lm and evaluate: one of the scripts
-# beside it with its own flags, to which those of calm_jax.main are added, and which comes back when the run has ended:
+# The script trains on the devices of this host. --launcher=COMMAND runs autoencoder, lm and evaluate elsewhere: COMMAND is another
+# script of this folder with its own flags, gets the flags of calm_jax.main besides, and must return when the run has ended:
 #   --launcher='launch/tpu_pod.sh resume --name=calm --zone=ZONE --accelerator=v5litepod-256 --runtime=v2-alpha-tpuv5-lite --spot'
-#   --launcher='sbatch --wait --nodes=4 launch/slurm_gpu.sh'   # ends at a requeue: give the command again once the job has ended
-# Text and workdir must then have one name here and there, on a file system that all see (--prepared=/mnt/calm/prepared
-# --workdir=/mnt/calm/runs/calm_m). samples always run here.
+#   --launcher='sbatch --wait --nodes=4 launch/slurm_gpu.sh'   # returns at a requeue: repeat the command once the job has ended
+# Text and workdir must then be on a shared file system that has the same path on this host and there (--prepared=/mnt/calm/prepared
+# --workdir=/mnt/calm/runs/calm_m). samples always runs on this host.
 # On fewer than 8 H100, or other devices, the batch of 2M tokens may not fit: --config.lm.training.accumulation_steps=N.
 #
 # Needs: calm_jax with the extras data and cuda or tpu; 350 GB of the Pile, 1.2 TB for its tokens, 15 GB for checkpoints.
-# Costs: preparing 60 core hours. Training 3.47e20 FLOPs (calm_jax/flops.py): 6.72e18 for the autoencoder, 3.41e20 for CALM-M. At
-# an MFU of 40 %, an assumption: 244 H100 hours (31 hours on 8), 773 A100 hours, 1224 v5e, 525 v5p or 263 v6e chip hours.
-# Device hours x your price. Nobody has run it to its end; its steps are tested on stand-ins.
+# Costs: device hours x your price, and 60 core hours for preparing. Training takes 3.47e20 FLOPs (calm_jax/cost/flops.py): 6.72e18
+# for the autoencoder, 3.41e20 for CALM-M; at an assumed MFU of 40 %, 244 H100 hours (31 hours on 8), 773 A100 hours, 1224 v5e,
+# 525 v5p or 263 v6e chip hours. Nobody has run it to its end; its steps are tested with stubs.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -56,7 +56,7 @@ if has prepare && [[ -z $pile || -z $tokenizer || -z $validation ]]; then
 fi
 [[ -n $workdir && -n $prepared && -n ${launcher// /} ]] || fail "--workdir, --prepared and --launcher must not be empty"
 read -ra launch <<< "$launcher"
-# Relative to where this script was called; it works in the checkout.
+# Makes a path absolute: it is relative to the caller's folder, and this script changes to the checkout.
 absolute() {
     case $1 in
         /* | *://*) echo "$1" ;;
@@ -66,13 +66,13 @@ absolute() {
 pile=$(absolute "$pile") tokenizer=$(absolute "$tokenizer") validation=$(absolute "$validation")
 workdir=$(absolute "$workdir") prepared=$(absolute "$prepared")
 
-# One step; what does not end well ends this script.
+# Runs one step. If it fails, the script ends with its status.
 step() {
     local name=$1
     shift
     attend "$@"
     if ((status)); then
-        ((dry_run)) || echo "launch: the step $name ended with status $status; given again, this command goes on there" >&2
+        ((dry_run)) || echo "launch: the step $name ended with status $status; the same command resumes there" >&2
         exit "$status"
     fi
 }

@@ -1,37 +1,38 @@
 #!/usr/bin/env bash
-# Trains a recipe on a slice of Cloud TPU VMs, got as a queued resource, and gets another one after each preemption.
+# Trains a recipe on a slice of Cloud TPU VMs, requested as a queued resource, and requests another after each preemption.
 #
 #   launch/tpu_pod.sh create --name=calm --zone=ZONE --accelerator=v5litepod-256 --runtime=v2-alpha-tpuv5-lite [--spot]
 #   launch/tpu_pod.sh setup  --name=calm --zone=ZONE [--mount=COMMAND]   # installs the committed state of this checkout
 #   launch/tpu_pod.sh run    --name=calm --zone=ZONE --config=configs/calm_m.py --workdir=/mnt/calm/runs/calm_m [...]
-#   launch/tpu_pod.sh resume [the flags of create, setup and run]        # all of it, again and again, until the run has ended
+#   launch/tpu_pod.sh resume [the flags of create, setup and run]        # repeats all three until the run has ended
 #   launch/tpu_pod.sh status|logs|stop|delete --name=calm --zone=ZONE
 #
-# For all: --project=PROJECT (gcloud's own unless given) and --dry_run. For logs --worker=N (0). For resume --poll=SECONDS (60).
+# All commands take --project=PROJECT (default: gcloud's) and --dry_run; logs takes --worker=N (0), resume --poll=SECONDS (60).
 # Every other flag of run and resume is one of python -m calm_jax.main.
 #
-# run starts launch/single_host.sh on every host and comes back; what it prints is in ~/calm_jax/run.log there. stop asks all to
-# save and to end. resume stays: it waits for the slice, sets it up, runs, and watches. A queued resource that is SUSPENDED
-# (preempted) or FAILED is deleted and created again, at most ten times in a row without becoming ACTIVE; hosts that came back from
-# a reboot are set going again. It ends with the run's status, or with 75 after stop. Ctrl-C ends resume and leaves the run alone;
-# given again, it watches what runs, and starts what does not.
+# run starts launch/single_host.sh on every host and returns; its output is in ~/calm_jax/run.log of the host. stop asks all hosts
+# to save and to end. resume does not return: it waits for the slice, sets it up, starts the run, and polls it. It deletes a queued
+# resource that is SUSPENDED (preempted) or FAILED and creates it again, at most ten times in a row without becoming ACTIVE, and
+# starts the run again on hosts that were rebooted. It ends with the run's status, or with 75 after stop. Ctrl-C ends resume only;
+# the run goes on, and another resume finds it or starts it again.
 #
-# --mount=COMMAND runs on every host before the installation, and has to mount what all hosts share: the prepared text and the
-# workdir, as a preempted slice loses its disks. Filestore, for example:
+# --mount=COMMAND runs on every host before the installation. It has to mount a file system that all hosts share, for the prepared
+# text and the workdir, because a preempted slice loses its disks. Filestore, for example:
 #   --mount='sudo apt-get -qq install nfs-common && sudo mkdir -p /mnt/calm && sudo mount -t nfs ADDRESS:/SHARE /mnt/calm'
-# A bucket by gcsfuse should have a hierarchical namespace: checkpoints become valid by the renaming of a folder.
+# A bucket mounted by gcsfuse should have a hierarchical namespace, because saving a checkpoint ends with renaming a folder.
 #
-# Needs: gcloud, logged in, with an SSH key; a project with the TPU API, quota for the slice in the zone; a share as above, 1.2 TB
-# for CALM's prepared text; hosts that reach PyPI and GitHub (they have Python 3.10, and get 3.12 by uv).
-# Costs: chip hours x your price, from ACTIVE until delete, also while nothing runs: delete it. CALM-M with its autoencoder is
-# 3.47e20 FLOPs (calm_jax/flops.py): 1224 v5e, 525 v5p or 263 v6e chip hours at an MFU of 40 %, an assumption; 4.8 hours on 256 v5e.
-# Tested by dry runs and with stand-ins for gcloud; flags as in its reference of 2025 (cloud.google.com/sdk/gcloud/reference/
-# compute/tpus). Never run against a cloud.
+# Needs: gcloud, logged in, with an SSH key; a project with the TPU API and quota for the slice in the zone; a shared file system
+# as above, with 1.2 TB for CALM's prepared text; hosts that reach PyPI and GitHub (uv installs Python 3.12 beside their 3.10).
+# Costs: chip hours x your price from ACTIVE until delete, also while nothing runs, so delete it afterwards. CALM-M with its
+# autoencoder takes 3.47e20 FLOPs (calm_jax/cost/flops.py): at an assumed MFU of 40 %, 1224 v5e, 525 v5p or 263 v6e chip hours; on
+# 256 v5e, 4.8 hours.
+# Tested by dry runs and with a stub of gcloud, but never in a cloud. The flags are those of gcloud's reference of 2025
+# (cloud.google.com/sdk/gcloud/reference/compute/tpus).
 set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-# On the hosts. /tmp is emptied when one boots, so that what it says is true of this boot.
+# Folder on each host with the run's pid and status. A reboot empties /tmp, so that no pid is left of an earlier boot.
 marks=/tmp/calm_jax_run
 most_failures=10
 
@@ -62,7 +63,7 @@ if [[ $command == create || $command == resume ]]; then
 fi
 if [[ $command == run || $command == resume ]]; then
     need_recipe ${flags[@]+"${flags[@]}"}
-    [[ " ${flags[*]}" == *" --workdir=/"* ]] || fail "give --workdir=DIR, absolute, where all hosts see it"
+    [[ " ${flags[*]}" == *" --workdir=/"* ]] || fail "give --workdir=DIR, absolute, on a file system that all hosts share"
 elif ((${#flags[@]})); then
     fail "$command takes no ${flags[0]}"
 fi
@@ -70,6 +71,7 @@ fi
 where=("--zone=$zone")
 [[ -z $project ]] || where+=("--project=$project")
 
+# Runs the command $2 on host $1, a number or `all`.
 on_hosts() {
     run gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$1" --command="$2"
 }
@@ -80,12 +82,12 @@ create() {
     run gcloud compute tpus queued-resources create "${request[@]}" "${where[@]}"
 }
 
-# Also its node.
+# Deletes the queued resource and its TPU VMs.
 delete() {
     run gcloud compute tpus queued-resources delete "$name" "${where[@]}" --force --quiet
 }
 
-# Its state; nothing if there is no such resource.
+# Prints the state of the queued resource; nothing if it does not exist.
 state() {
     run gcloud compute tpus queued-resources list "${where[@]}" --filter="name~/$name\$" --format="value(state.state)"
 }
@@ -97,7 +99,7 @@ setup() {
     install+=" && python3 -m pip install --quiet --user uv && python3 -m uv venv --quiet --allow-existing --python=3.12 .venv"
     install+=" && python3 -m uv pip install --quiet --python=.venv/bin/python -c constraints.txt -e '.[tpu]' && touch .venv/ready"
     [[ -z $mount ]] || install="( $mount ) && $install"
-    # Chained, as `resume` calls this where a failure does not end the script.
+    # Chained by &&, because `set -e` has no effect where `look` calls this.
     run git -C "$root" archive --format=tar.gz --output="$folder/calm_jax.tar.gz" HEAD &&
         run gcloud compute tpus tpu-vm scp "$folder/calm_jax.tar.gz" "$name:" "${where[@]}" --worker=all &&
         on_hosts all "$install" || failed=1
@@ -105,9 +107,9 @@ setup() {
     return "$failed"
 }
 
-# A host's process notes its number and how it ends, and outlives the connection.
+# Starts the run on all hosts. On each, a shell that outlives the SSH connection writes the run's pid and status to files.
 start() {
-    # Not expanded here: a host's shell does.
+    # In single quotes, because the host's shell expands it.
     # shellcheck disable=SC2016
     local body='launch/single_host.sh "$@" >> run.log 2>&1 & echo $! > MARKS/pid; wait $!; echo $? > MARKS/status' begin
     begin="if kill -0 \"\$(cat $marks/pid 2>/dev/null)\" 2>/dev/null; then echo 'it is running already' >&2; exit 1; fi"
@@ -116,7 +118,7 @@ start() {
     on_hosts all "$begin"
 }
 
-# A line from each host: calm_jax:absent, idle, running, stopped or the status that its run ended with.
+# Prints a line from each host: calm_jax:absent (not set up), idle, running, stopped, or the exit status of its run.
 ask() {
     local question="test -e calm_jax/.venv/ready || { echo calm_jax:absent; exit; }; cd $marks 2>/dev/null || { echo calm_jax:idle; exit; }"
     question+="; if kill -0 \"\$(cat pid 2>/dev/null)\" 2>/dev/null; then echo calm_jax:running; elif test -e stopped; then echo calm_jax:stopped"
@@ -128,14 +130,15 @@ stop() {
     on_hosts all "cd $marks && touch stopped && kill -TERM \"\$(cat pid)\""
 }
 
-# One look at an ACTIVE slice: sets going what does not run, and ends the script when the run has ended.
+# Polls an ACTIVE slice once: starts the run where it does not run, and ends the script when the run has ended.
+# `begun` is 1 once this call of the script has started the run or found it running.
 begun=0
 look() {
     local hosts word worst=0
-    # A host that does not answer is booting, or about to be taken away.
+    # A host that does not answer is booting, or being preempted.
     hosts=$(ask | grep -o 'calm_jax:[a-z0-9]*') || return 0
     if [[ $hosts == *running* ]]; then
-        # Also one that another call has started. Where a host is missing the others end by themselves.
+        # Another call of the script may have started the run. If a host is missing, the run ends on the others.
         begun=1
     elif [[ $hosts == *absent* ]]; then
         setup && begin
@@ -147,7 +150,7 @@ look() {
         for word in $hosts; do
             word=${word#*:}
             ((word == 0)) || worst=$word
-            # That a run was asked to stop is the cause; what became of the others follows from it.
+            # A host with 75 was asked to stop; the other hosts' errors follow from that.
             ((word != 75)) || break
         done
         ((worst == 75)) || exit "$worst"
@@ -162,14 +165,14 @@ begin() {
 resume() {
     local now seen="" failures=0
     while :; do
-        # No answer says nothing.
+        # Without an answer from gcloud, nothing is done.
         now=$(state) || now=UNKNOWN
         [[ $now == "$seen" ]] || echo "launch: $name is ${now:-not there}" >&2
         seen=$now
         case $now in
             ACTIVE)
                 failures=0
-                look || echo "launch: not yet, trying again" >&2
+                look || echo "launch: that failed, trying again" >&2
                 ;;
             SUSPENDED | FAILED | "")
                 failures=$((failures + 1))
@@ -177,7 +180,7 @@ resume() {
                     echo "error: $name did not become ACTIVE $most_failures times" >&2
                     exit 1
                 fi
-                { [[ -z $now ]] || delete; } && create || echo "launch: not yet, trying again" >&2
+                { [[ -z $now ]] || delete; } && create || echo "launch: that failed, trying again" >&2
                 ;;
         esac
         sleep "$poll"
@@ -199,15 +202,15 @@ case $command in
         if ((dry_run)); then
             note "every $poll s, until the run has ended:"
             state
-            note "where it is SUSPENDED or FAILED:"
+            note "if it is SUSPENDED or FAILED:"
             delete
-            note "then, and where there is none:"
+            note "then, or if it does not exist:"
             create
-            note "where it is ACTIVE:"
+            note "if it is ACTIVE:"
             ask
-            note "where hosts have no calm_jax:"
+            note "if a host has no calm_jax:"
             setup
-            note "where none runs:"
+            note "if no host runs it:"
             start
         else
             resume

@@ -1,30 +1,33 @@
-"""Shared set-up: CPU, the persistent compilation cache, and tiny recipes."""
+"""Shared set-up: JAX on the CPU, its persistent compilation cache, and fixtures of several test folders."""
 
 import json
 import os
 import pathlib
 
-# Before jax is first imported.
+# Must be set before jax is first imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+
+from tests.workdirs import WORDS, train  # noqa: E402
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
 @pytest.fixture
 def golden() -> pathlib.Path:
-    """The folder of the published code's recorded numbers."""
+    """The folder of the numbers recorded from the published code."""
     return GOLDEN
 
 
 @pytest.fixture
 def pile_folder(tmp_path) -> pathlib.Path:
-    """What launch/prepare_pile.sh looks for."""
+    """A folder with empty files under the names that launch/prepare_pile.sh expects."""
     (tmp_path / "pile").mkdir()
     for number in range(30):
         (tmp_path / "pile" / f"{number:02}.jsonl.zst").touch()
@@ -36,7 +39,25 @@ def pile_folder(tmp_path) -> pathlib.Path:
 @pytest.fixture
 def stubs(tmp_path):
     """Stand-ins for the commands that a script of launch/ calls."""
-    from tests.stubs import Stubs
+    from tests.launch.stubs import Stubs
 
     (tmp_path / "stubs").mkdir()
     return Stubs(tmp_path / "stubs")
+
+
+@pytest.fixture(scope="session")
+def text_glob(tmp_path_factory) -> str:
+    """The glob of 12 text files of random words."""
+    folder = tmp_path_factory.mktemp("text")
+    rng = np.random.default_rng(0)
+    for number in range(12):
+        words = rng.choice(WORDS, size=400 + 50 * number)
+        (folder / f"{number}.txt").write_text(" ".join(words), encoding="utf-8")
+    return f"{folder}/*.txt"
+
+
+@pytest.fixture(scope="session")
+def finished(text_glob, tmp_path_factory) -> tuple[pathlib.Path, str]:
+    """The workdir of an uninterrupted run of the tiny recipe, and what the run printed."""
+    workdir = tmp_path_factory.mktemp("finished") / "run"
+    return workdir, train(text_glob, workdir)

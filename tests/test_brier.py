@@ -1,4 +1,4 @@
-"""BrierLM: its terms from given samples, its score and standard error, the frequency floor."""
+"""BrierLM of single chunks: its terms from given samples, its score and standard error, the frequency floor."""
 
 import collections
 import itertools
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from calm_jax import brier
-from calm_jax.sampling import ChunkModel
+from calm_jax.sampling.chunk_model import ChunkModel
 
-# A known distribution over chunks that share prefixes of every length; the last is never drawn.
+# A known distribution over chunks that share prefixes of every length; the last chunk has probability 0.
 CHUNKS = np.array(
     [[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]], np.int32
 )
@@ -23,18 +23,18 @@ sums_of = jax.jit(brier.block_sums)
 
 @jax.jit
 def terms_of(sample_PSK, target_PK):
-    """The terms of given samples of whole chunks, [P, 4]: each target is the second chunk of its own block."""
+    """The Brier terms of given samples, [P, 4]; each position is a block of two chunks, of which the second is scored."""
     sample_PSK, target_PK = jnp.asarray(sample_PSK), jnp.asarray(target_PK)
     positions, num_samples, _ = sample_PSK.shape
 
     def advance(tokens_BLK, memory):
         return jnp.zeros((*tokens_BLK.shape[:2], 1)), memory
 
-    # A position's "key" is its number, by which its samples are looked up.
+    # A position's "key" is its index, by which its samples are looked up.
     model = ChunkModel(
         latents=lambda h_PD, num_draws, key_P, noise_scale: sample_PSK[key_P],
         unfold=lambda latent_RK: latent_RK[..., None],
-        likeliest=lambda x_R1: x_R1[:, 0],
+        argmax_tokens=lambda x_R1: x_R1[:, 0],
         advance=advance,
         empty_cache=None,
         fork=None,
@@ -59,8 +59,8 @@ def expected_terms() -> np.ndarray:
 
 
 @pytest.mark.parametrize("num_samples", [2, 3])
-def test_expectation_by_enumeration(num_samples):
-    """Every tuple of draws with its probability: exact, no randomness."""
+def test_terms_are_unbiased_by_enumeration(num_samples):
+    """Over every tuple of draws with its probability: exact, not random."""
     tuples = list(itertools.product(range(5), repeat=num_samples))
     weight = np.prod(PROBS[np.array(tuples)], axis=1)
     sample_PSK = CHUNKS[np.array(tuples)]
@@ -76,7 +76,7 @@ def random_chunks(*shape: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("chunk_size", [4, 6])
 def test_two_samples_are_the_published_estimator(chunk_size):
-    """`1[a=y] + 1[b=y] - 1[a=b]` over the first n tokens; tokens after the fourth do not matter."""
+    """`1[a=y] + 1[b=y] - 1[a=b]` over the first n tokens; tokens after the fourth are ignored."""
     sample, target = random_chunks(200, 2, chunk_size), random_chunks(200, chunk_size, seed=1)
     terms = np.asarray(terms_of(sample, target))
     for n in range(1, 5):
@@ -86,7 +86,7 @@ def test_two_samples_are_the_published_estimator(chunk_size):
     assert set(np.unique(terms)) == {-1.0, 0.0, 1.0}
 
 
-def test_many_samples_against_brute_force():
+def test_terms_of_many_samples_equal_brute_force():
     sample, target = random_chunks(30, 5, 4), random_chunks(30, 4, seed=1)
     terms = np.asarray(terms_of(sample, target))
     for position, n in itertools.product(range(30), range(1, 5)):
@@ -96,7 +96,7 @@ def test_many_samples_against_brute_force():
         assert terms[position, n - 1] == pytest.approx(2 * match - collision, abs=1e-6)
 
 
-def test_certain_and_right_is_one_certain_and_wrong_is_minus_one():
+def test_certain_samples_score_one_where_right_and_minus_one_where_wrong():
     sample = np.zeros((2, 3, 4), np.int32)
     target = np.array([[0, 0, 0, 0], [0, 0, 9, 0]], np.int32)
     np.testing.assert_array_equal(terms_of(sample, target), [[1, 1, 1, 1], [1, 1, -1, -1]])
@@ -106,7 +106,7 @@ def test_certain_and_right_is_one_certain_and_wrong_is_minus_one():
 
 
 def random_terms(blocks=40, positions=25, seed=0, ragged=True) -> tuple[np.ndarray, np.ndarray]:
-    """Terms with an effect of the block, positive on average, and which of them count."""
+    """Random terms, positive on average and correlated within a block, and which of them count."""
     rng = np.random.default_rng(seed)
     level_B4 = np.array([0.5, 0.4, 0.3, 0.25]) + rng.normal(0, 0.08, (blocks, 1))
     terms = level_B4[:, None] + rng.normal(0, 0.3, (blocks, positions, 4))
@@ -133,7 +133,7 @@ def test_score_is_the_geometric_mean_of_the_averages():
     assert score.brierlm == pytest.approx(100 * np.prod(mean_4) ** 0.25, rel=1e-5)
 
 
-def test_error_is_the_delta_method_over_blocks():
+def test_standard_errors_follow_the_delta_method_with_blocks_as_clusters():
     terms, counted = random_terms()
     blocks = len(terms)
     mean_4 = averages(terms, counted)
@@ -150,8 +150,8 @@ def test_error_is_the_delta_method_over_blocks():
     assert score.standard_error == pytest.approx(expected, rel=1e-3)
 
 
-def test_error_is_near_the_jackknife():
-    """Leaving out one block at a time: equal to the delta method up to order 1 / blocks."""
+def test_the_standard_error_is_near_the_jackknifes():
+    """The jackknife leaves out one block at a time, and equals the delta method up to order 1 / blocks."""
     terms, counted = random_terms(blocks=80)
     scores = []
     for block in range(80):
@@ -161,7 +161,7 @@ def test_error_is_near_the_jackknife():
     assert score_of(terms, counted).standard_error == pytest.approx(jackknife, rel=0.04)
 
 
-def test_error_for_equal_weights_is_the_formula_of_the_specification():
+def test_the_standard_error_for_blocks_of_equal_weight_has_a_simple_formula():
     """`BrierLM/4 * sd over blocks of (sum_n b_n / mean b_n) / sqrt(blocks)`."""
     terms, counted = random_terms(ragged=False)
     block_B4 = terms.mean(1, dtype=np.float64)
@@ -186,32 +186,32 @@ def test_score_is_zero_when_any_factor_is_not_positive(means):
     assert score.brierlm == 0.0
     assert np.isnan(score.standard_error)
     np.testing.assert_allclose(score.brier, means, rtol=1e-6)
-    # Two blocks at 0 and 2 m: their mean has the error |m|.
+    # For two blocks with the values 0 and 2 m, the standard error of their mean is |m|.
     np.testing.assert_allclose(score.brier_error, np.abs(means), rtol=1e-5)
 
 
-def test_one_block_has_a_score_and_no_error():
+def test_a_single_block_has_a_score_without_a_standard_error():
     terms, counted = random_terms(blocks=1)
     score = score_of(terms, counted)
     assert score.brierlm > 0
     assert np.isnan(score.standard_error) and np.isnan(score.brier_error).all()
 
 
-def test_nothing_counted_is_nan_and_not_zero():
+def test_a_split_without_counted_n_grams_scores_nan():
     terms, counted = random_terms()
     counted[..., 3] = False
     score = score_of(terms, counted)
     assert np.isnan(score.brierlm) and np.isnan(score.standard_error)
 
 
-def test_blocks_that_are_all_alike_have_no_error():
+def test_equal_blocks_have_the_standard_error_zero():
     score = score_of(np.full((40, 25, 4), 0.25, np.float32), np.ones((40, 25, 4), bool))
     assert score.brierlm == pytest.approx(25)
     assert score.standard_error == pytest.approx(0, abs=1e-6)
     assert score.brier_error == pytest.approx((0,) * 4, abs=1e-8)
 
 
-def test_a_variance_of_zero_survives_rounding():
+def test_a_variance_that_rounding_makes_negative_counts_as_zero():
     sums = sums_of(np.full((40, 25, 4), 0.25, np.float32), np.ones((40, 25, 4), bool))
     rounded = np.asarray(sums.product).copy()
     np.fill_diagonal(rounded, np.nextafter(rounded.diagonal(), np.float32(0)))
@@ -220,7 +220,7 @@ def test_a_variance_of_zero_survives_rounding():
     assert score.brier_error == pytest.approx((0,) * 4, abs=2e-4)
 
 
-def test_values_are_named():
+def test_a_score_has_named_values_for_metrics():
     terms, counted = random_terms()
     score = score_of(terms, counted)
     values = brier.as_values(score)
@@ -231,13 +231,13 @@ def test_values_are_named():
         assert values[f"brier_{n}_error"] == score.brier_error[n - 1]
 
 
-def test_uncounted_terms_do_not_matter():
+def test_terms_that_do_not_count_are_ignored_even_if_nan():
     terms, counted = random_terms()
     noise = np.where(counted, terms, np.nan).astype(np.float32)
     assert score_of(noise, counted) == score_of(terms, counted)
 
 
-def test_blocks_without_a_position_are_no_clusters():
+def test_blocks_without_a_counted_position_do_not_change_the_score_or_its_error():
     terms, counted = random_terms()
     with_filler = np.concatenate([terms, np.ones_like(terms[:5])])
     filler_counted = np.concatenate([counted, np.zeros_like(counted[:5])])
@@ -246,7 +246,7 @@ def test_blocks_without_a_position_are_no_clusters():
     )
 
 
-def test_block_sums_add_up_over_splits():
+def test_block_sums_of_parts_add_up_to_those_of_the_whole():
     terms, counted = random_terms(blocks=13)
     whole = sums_of(terms, counted)
     parts = [slice(0, 1), slice(1, 6), slice(6, 13)]
@@ -264,7 +264,7 @@ PAD = 9
 
 
 def test_pads_do_not_change_the_score():
-    """A model that gets every pad right scores no better, and one that gets them wrong no worse."""
+    """A model that predicts every pad scores no better, one that predicts none no worse."""
     targets = random_chunks(6, 10, 4)
     samples = random_chunks(6, 10, 2, 4, seed=1)
     samples[:, :4] = targets[:, :4, None]
@@ -284,9 +284,9 @@ def test_pads_do_not_change_the_score():
 # --- The frequency floor ------------------------------------------------------------------------
 
 
-def test_frequency_floor_against_brute_force():
+def test_the_frequency_floor_equals_brute_force():
     rng = np.random.default_rng(0)
-    # Skewed, so that n-grams repeat; the targets have tokens that were never seen, too.
+    # Skewed, so that n-grams repeat; some target tokens do not occur in the training text.
     train = rng.choice(3, (300, 4), p=[0.8, 0.15, 0.05])
     targets = rng.choice(4, (5, 12, 4), p=[0.8, 0.1, 0.05, 0.05])
     counted = rng.random((5, 12, 4)) < 0.8
@@ -307,8 +307,8 @@ def test_frequency_floor_against_brute_force():
     )
 
 
-def test_frequency_floor_keeps_large_ids_apart():
-    """Ids of a real vocabulary, whose four-token prefixes overflow 64 bits when written as one number."""
+def test_the_frequency_floor_distinguishes_n_grams_of_large_ids():
+    """Four ids of a real vocabulary do not fit into one 64-bit number."""
     rng = np.random.default_rng(1)
     ids = np.array([0, 1, 65_536, 128_255, 128_256])
     train = ids[rng.integers(5, size=(400, 4))]

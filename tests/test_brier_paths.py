@@ -1,4 +1,4 @@
-"""BrierLM over several chunks: which n-grams are scored, and that a path of samples sees its own chunks only."""
+"""BrierLM over several chunks (K < 4), whose samples continue their own path; and which n-grams are scored."""
 
 import collections
 import dataclasses
@@ -6,7 +6,6 @@ import functools
 import itertools
 from typing import NamedTuple
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,19 +13,20 @@ import pytest
 
 from calm_jax import brier
 from calm_jax.brier import Protocol
-from calm_jax.data.blocks import MASKED
-from calm_jax.heads.energy import EnergyHead, EnergyHeadConfig
-from calm_jax.heads.softmax import SoftmaxHead
-from calm_jax.models.autoencoder import Autoencoder, AutoencoderConfig
+from calm_jax.data.packing import MASKED
+from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.calm import CALM
-from calm_jax.models.transformer import Fork, KVCache, TransformerConfig
-from calm_jax.sampling import ChunkModel
-from calm_jax.tasks import ArTask, CalmTask
+from calm_jax.models.heads.energy import EnergyHead, EnergyHeadConfig
+from calm_jax.models.heads.softmax import SoftmaxHead
+from calm_jax.models.kv_cache import Fork, KVCache
+from calm_jax.sampling.chunk_model import ChunkModel
+from calm_jax.tasks import AutoencoderTask, AutoregressiveTask, CalmTask
+from tests.models.networks import autoencoder_config, random_params, transformer_config
 
 # --- A known law in a network's place -------------------------------------------------------------
 
-# The chunks that the law gives a probability, for each K; they share prefixes of every length.
+# For each K, the chunks that the law can draw; they share prefixes of every length.
 CHUNKS = {
     1: "0 1 2",
     2: "00 01 10 11",
@@ -35,7 +35,7 @@ CHUNKS = {
     8: "00000000 00010010 00100111 01101101 10010010",
 }
 STATES = 5
-# The next chunk's probabilities in each state; the first few columns where there are fewer chunks.
+# The next chunk's probabilities in each state; for fewer chunks only the first columns, normalised again.
 WEIGHTS = np.random.default_rng(0).dirichlet([0.3] * 5, STATES) + 0.04
 
 
@@ -49,12 +49,12 @@ def probabilities(chunk_size):
 
 
 def after(state, number):
-    """The state after one more chunk. It tells any two contexts apart that differ in one chunk or in length."""
+    """The state after one more chunk; two contexts that differ in one chunk, or in length, have different states."""
     return (2 * state + number + 1) % STATES
 
 
 class Seen(NamedTuple):
-    """The law's memory. state_BS: the state after 0, 1, ... chunks. length_B: how many were read."""
+    """The law's cache: state_BS is the state after 0, 1, ... chunks, length_B the number of chunks read."""
 
     state_BS: jax.Array
     length_B: jax.Array
@@ -64,7 +64,7 @@ class Seen(NamedTuple):
 
 
 def known_model(chunk_size, exact, table):
-    """The law as a model, whose hidden state is its state. exact: it knows its probabilities."""
+    """The law as a model whose hidden state is the law's state; if `exact`, the model has `log_probs`."""
     book, log_table = jnp.asarray(chunks(chunk_size)), jnp.log(table)
 
     def advance(tokens_BLK, memory):
@@ -99,11 +99,11 @@ def known_model(chunk_size, exact, table):
     def unfold(latent_R1):
         return book[latent_R1[:, 0].astype(jnp.int32)][..., None]
 
-    def likeliest(token_R1):
+    def argmax_tokens(token_R1):
         return token_R1[:, 0]
 
     known = log_probs if exact else None
-    return ChunkModel(latents, unfold, likeliest, advance, empty_cache, fork, known)
+    return ChunkModel(latents, unfold, argmax_tokens, advance, empty_cache, fork, known)
 
 
 def expected_terms(chunk_size, number_BL, starts_P, table):
@@ -138,7 +138,7 @@ MODELS = [(1, False), (1, True), (2, False), (3, False), (4, False), (8, False)]
 
 
 def ignore_own(model):
-    """A path that does not read its own chunks."""
+    """A wrong model: a path does not read its own chunks."""
 
     def advance(tokens_BLK, memory):
         if tokens_BLK.shape[1] > 1:
@@ -149,7 +149,7 @@ def ignore_own(model):
 
 
 def see_one_more(model):
-    """A path that sees the true chunk at its start, and then its own."""
+    """A wrong model: a path sees the true chunk at its start, and then its own."""
 
     def fork(cache, length_B, size):
         return model.fork(cache, length_B + 1, size)
@@ -158,13 +158,13 @@ def see_one_more(model):
 
 
 def follow_truth(model):
-    """A path that sees the true chunk at its start in place of its own."""
+    """A wrong model: a path sees the true chunk at its start in place of its own."""
     return ignore_own(see_one_more(model))
 
 
 @functools.cache
 def drawn_terms(chunk_size, num_samples, exact, wrong=None):
-    """Terms [truths, repeats, P, 4] of every start, and what to expect of them, [truths, P, 4]."""
+    """Terms of every start, [truths, repeats, P, 4], and their expectations, [truths, P, 4]."""
     protocol = Protocol(num_samples, inner_starts=True)
     model = known_model(chunk_size, exact, probabilities(chunk_size))
     if wrong is not None:
@@ -189,9 +189,9 @@ def drawn_terms(chunk_size, num_samples, exact, wrong=None):
 
 
 def standard_errors_off(chunk_size, num_samples, exact, wrong=None):
-    """How far each mean is from its expectation, in standard errors, [truths, P, 4]."""
+    """The distance of each mean from its expectation, in standard errors, [truths, P, 4]."""
     terms, expected = drawn_terms(chunk_size, num_samples, exact, wrong)
-    # What is exact has no standard error but rounding.
+    # An exact term has no standard error; 1e-6 is for rounding.
     error = terms.std(1, ddof=1) / np.sqrt(REPEATS) + 1e-6
     return (terms.mean(1) - expected) / error
 
@@ -199,17 +199,17 @@ def standard_errors_off(chunk_size, num_samples, exact, wrong=None):
 @pytest.mark.parametrize("num_samples", [2, 8])
 @pytest.mark.parametrize(("chunk_size", "exact"), MODELS)
 def test_terms_are_unbiased_on_a_known_law(chunk_size, exact, num_samples):
-    """Of 304 means over all cases each within 5 standard errors: a false alarm in 1 of 5,000 choices of seeds."""
+    """All of 304 means are within 5 standard errors: one false alarm in 5,000 choices of seeds."""
     assert np.abs(standard_errors_off(chunk_size, num_samples, exact)).max() < 5
 
 
 @pytest.mark.parametrize("wrong", [ignore_own, see_one_more, follow_truth])
 @pytest.mark.parametrize(("chunk_size", "exact"), [(1, True), (2, False)])
-def test_a_wrong_path_is_far_off(chunk_size, exact, wrong):
-    """The test above has the power to see it: its bound is 5."""
+def test_the_test_above_detects_wrong_paths(chunk_size, exact, wrong):
+    """Their means are more than 10 standard errors off, and its bound is 5."""
     off = np.abs(standard_errors_off(chunk_size, 2, exact, wrong))
     assert off.max() > 10
-    # The first chunk's tokens need no path.
+    # Terms of the first chunk's tokens do not depend on the path.
     assert off[..., :chunk_size].max() < 5
 
 
@@ -226,19 +226,19 @@ def test_more_samples_have_less_variance(chunk_size):
     ("chunk_size", "exact", "num_samples"),
     [(1, True, 2), (1, True, 3), (1, False, 2), (2, False, 2), (3, False, 2)],
 )
-def test_expectation_over_every_outcome_of_the_draws(chunk_size, exact, num_samples):
-    """Each outcome's terms with its probability: exact, no randomness. One start, after two true chunks."""
+def test_terms_are_unbiased_over_every_outcome_of_the_draws(chunk_size, exact, num_samples):
+    """Over every outcome with its probability: exact, not random. One start, after two true chunks."""
     num_chunks, some = brier.chunks_of(chunk_size), 2 if chunk_size == 1 else 3
     book, table = chunks(chunk_size)[:some], probabilities(chunk_size)[:, :some]
     table = table / table.sum(-1, keepdims=True)
     model = known_model(chunk_size, exact, table)
-    # The "key" of a draw is its outcome: the numbers of its S chunks.
+    # The "key" of a draw is its outcome: the indices of its S chunks.
     model = dataclasses.replace(
         model, latents=lambda h_PD, num_draws, outcome_PS, noise_scale: outcome_PS[..., None]
     )
     outcomes = np.array(list(itertools.product(range(some), repeat=num_samples)))
-    # Draws that decide: those on the path, with exact matches all but the last, and otherwise those
-    # with true chunks before them, of which the first is the path's first.
+    # The draws that the terms depend on: those along the path (with log_probs all but the last), and, for match terms
+    # without log_probs, those after true chunks. The first draw of the path is also the first of these.
     on_path = num_chunks - exact
     given_truth = 0 if exact else num_chunks - 1
     case_RJ = np.array(list(itertools.product(range(len(outcomes)), repeat=on_path + given_truth)))
@@ -271,7 +271,7 @@ def test_expectation_over_every_outcome_of_the_draws(chunk_size, exact, num_samp
 
 
 def test_match_terms_of_known_probabilities_are_exact():
-    """`2 prod p(y)`, whatever is drawn: the rest of a term is the same for every truth with the same draws."""
+    """`2 prod p(y)` for any draws: without it, terms of different truths with the same keys are equal."""
     truths = np.array(list(itertools.product(range(3), repeat=4)))
     number_BL = np.concatenate([np.full((len(truths), 1), 2), truths], axis=1)
     key_LJ = jax.random.split(jax.random.key(1), (4, 4))
@@ -290,69 +290,32 @@ def test_match_terms_of_known_probabilities_are_exact():
     collision_B4 = 2 * match_B4 - terms_B14[:, 0]
     assert (collision_B4[0, :2] > 0).all()
     np.testing.assert_allclose(collision_B4, np.tile(collision_B4[0], (81, 1)), atol=1e-6)
-    # That of one token needs no draw at all.
+    # The collision term of one token is exact, too.
     assert collision_B4[0, 0] == pytest.approx((table[after(0, 2)] ** 2).sum(), abs=1e-6)
 
 
-# --- Networks: all starts at once against each start alone ----------------------------------------
+# --- Networks: all starts at once, compared with each start alone ---------------------------------
 
 V, PAD, D, Z = 6, 5, 16, 5
-AUTOENCODER = AutoencoderConfig(
-    latent_size=Z,
-    hidden_size=12,
-    intermediate_size=20,
-    num_encoder_layers=2,
-    num_decoder_layers=2,
-    norm_epsilon=1e-6,
-    dropout=0.0,
-    kl_clamp=0.5,
-    kl_weight=1e-3,
-)
-
-
-def random_params(init, seed):
-    """Parameters with nothing left at its initial zero or one."""
-    rng = np.random.default_rng(seed)
-    shapes = flax.traverse_util.flatten_dict(jax.eval_shape(init, jax.random.key(0)), sep="/")
-    params = {
-        path: jnp.asarray(rng.normal(path.endswith("scale"), 0.3, leaf.shape), jnp.float32)
-        for path, leaf in shapes.items()
-    }
-    return flax.traverse_util.unflatten_dict(params, sep="/")
-
-
-def body(num_kv_heads):
-    return TransformerConfig(
-        hidden_size=D,
-        intermediate_size=24,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=num_kv_heads,
-        rope_theta=1e4,
-        norm_epsilon=1e-6,
-        remat="none",
-        attention="auto",
-    )
 
 
 @functools.cache
 def network(chunk_size, exact=False, num_kv_heads=2):
     """A tiny CALM or autoregressive model with random parameters, as samplers see it."""
-    config, protocol = body(num_kv_heads), Protocol(num_samples=2)
+    config = transformer_config(hidden_size=D, num_kv_heads=num_kv_heads)
+    protocol = Protocol(num_samples=2)
     if exact:
-        task = ArTask(
+        task = AutoregressiveTask(
             AutoregressiveLM(config, SoftmaxHead(V, D, jnp.float32), V, jnp.float32), PAD, protocol
         )
-        return task.bind(random_params(task.init, 0), {})
+        return task.bind(random_params(task), {})
     head_config = EnergyHeadConfig("energy", 2, 6, 2, 2, beta=1.0)
     head = EnergyHead(head_config, D, Z, 1e-6, jnp.float32)
-    autoencoder = Autoencoder(AUTOENCODER, V, chunk_size, jnp.float32)
-    task = CalmTask(CALM(config, head, V, PAD, jnp.float32), autoencoder, protocol)
-
-    def init(key):
-        return autoencoder.init(key, jnp.zeros((1, chunk_size), jnp.int32))["params"]
-
-    return task.bind(random_params(task.init, 0), {"params": random_params(init, 1)})
+    autoencoder = AutoencoderTask(
+        Autoencoder(autoencoder_config(latent_size=Z), V, chunk_size, jnp.float32), PAD
+    )
+    task = CalmTask(CALM(config, head, V, PAD, jnp.float32), autoencoder.model, protocol)
+    return task.bind(random_params(task), {"params": random_params(autoencoder, seed=1)})
 
 
 def random_tokens(*shape):
@@ -360,7 +323,7 @@ def random_tokens(*shape):
 
 
 def step_by_step(model, token_BLK, key_BLJ, num_samples):
-    """The terms of every start, each with an ordinary cache of its own, as the definition says them."""
+    """The terms of every start straight from the definition, each start with an ordinary cache of its own."""
     batch, num_chunks, chunk_size = token_BLK.shape
     several = brier.chunks_of(chunk_size)
     advance, draw = jax.jit(model.advance), jax.jit(model.draw, static_argnums=1)
@@ -379,7 +342,7 @@ def step_by_step(model, token_BLK, key_BLJ, num_samples):
         right_BS, agree_B = np.ones((batch, num_samples)), np.ones(batch)
         h_BD, cache = seen[start]
         for step in range(several):
-            # A sample with the true chunks before it, and one on the first sample's path.
+            # Samples after the true chunks, for the match; then samples along the first sample's path, for the collision.
             h_true_BD, truth_BK = seen[start + step][0], token_BLK[:, start + step]
             if log_probs is None:
                 sample_BSK = np.asarray(
@@ -419,7 +382,7 @@ def step_by_step(model, token_BLK, key_BLJ, num_samples):
     ],
 )
 def test_all_starts_at_once_equal_each_start_alone(chunk_size, exact, at_once):
-    """With the same keys, for every start, however many are continued at once; also a few, then the rest."""
+    """With the same keys, for every start, and for several numbers of starts that are continued at once."""
     model, num_samples = network(chunk_size, exact), 3
     token_BLK = random_tokens(16, 8, chunk_size)
     key_BLJ = jax.random.split(jax.random.key(0), (16, 7, brier.chunks_of(chunk_size)))
@@ -428,17 +391,17 @@ def test_all_starts_at_once_equal_each_start_alone(chunk_size, exact, at_once):
     for paths_at_once in at_once:
         terms = run(model, token_BLK, key_BLJ, Protocol(num_samples), 2, paths_at_once)
         np.testing.assert_allclose(terms, expected, atol=1e-5)
-    # Samples agree and disagree, also in their last chunk.
+    # A control: terms take several values, so samples both agree and disagree.
     assert all(len(np.unique(expected[..., n].round(4))) > 3 for n in range(4))
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
-def test_a_fork_reads_as_a_cache_of_its_own(num_kv_heads):
-    """Hidden states of two chunks, one by one and together, after each length of one shared cache."""
+def test_a_fork_of_a_shared_cache_equals_an_ordinary_cache(num_kv_heads):
+    """Hidden states of two chunks, read one by one and together, after each number of chunks of the shared cache."""
     model = network(2, num_kv_heads=num_kv_heads)
     token_BLK, own_PBLK = random_tokens(3, 5, 2), random_tokens(5, 3, 2, 2)
     _, cache = jax.jit(model.advance)(token_BLK, model.empty_cache(3, 6, 6))
-    # Rows fork at lengths of their own; each takes all of 1 to 5.
+    # Rows of one fork have different lengths; over the starts each row has all lengths from 1 to 5.
     length_PB = 1 + (np.arange(5)[:, None] + np.arange(3)) % 5
 
     @jax.jit
@@ -450,7 +413,7 @@ def test_a_fork_reads_as_a_cache_of_its_own(num_kv_heads):
             second, fork = model.advance(own_BLK[:, 1:], fork)
             return together, jnp.concatenate([first, second], axis=1), fork
 
-        # The prefix comes back without an axis of starts: it is held once.
+        # The prefix is returned without an axis of starts: it is stored once.
         prefix = KVCache(None, None, 0, None)
         return jax.vmap(of_start, out_axes=(0, 0, Fork(prefix, 0)))(length_PB, own_PBLK)
 
@@ -482,8 +445,8 @@ PROTOCOLS = [
 
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=str)
 @pytest.mark.parametrize("chunk_size", SIZES)
-def test_scored_tokens_lie_in_whole_predicted_chunks(chunk_size, protocol):
-    """Ascending, none in the first chunk or before `first_token`, none beyond the block."""
+def test_scored_n_grams_lie_in_whole_predicted_chunks(chunk_size, protocol):
+    """Starts ascend; no n-gram is in the first chunk, before `first_token`, or beyond the block."""
     num_tokens = 6 * chunk_size + 12 // chunk_size * chunk_size
     starts_P = protocol.starts(num_tokens, chunk_size)
     assert len(starts_P) and (np.diff(starts_P) > 0).all()
@@ -498,7 +461,7 @@ def test_scored_tokens_lie_in_whole_predicted_chunks(chunk_size, protocol):
 
 
 @pytest.mark.parametrize("chunk_size", SIZES)
-def test_starts_are_every_chunk_that_its_n_gram_fits_after(chunk_size):
+def test_every_chunk_is_a_start_if_its_n_gram_fits_into_the_block(chunk_size):
     num_chunks = 9
     last = num_chunks - {1: 4, 2: 2, 3: 2}.get(chunk_size, 1)
     boundaries = np.arange(1, last + 1) * chunk_size
@@ -509,7 +472,7 @@ def test_starts_are_every_chunk_that_its_n_gram_fits_after(chunk_size):
 
 
 @pytest.mark.parametrize("chunk_size", SIZES)
-def test_inner_starts_are_those_of_four_tokens_of_one_chunk(chunk_size):
+def test_inner_starts_are_all_tokens_with_four_tokens_in_one_chunk(chunk_size):
     num_tokens = 6 * chunk_size
     outer = set(Protocol(2).starts(num_tokens, chunk_size))
     inner = {
@@ -525,8 +488,8 @@ def test_inner_starts_are_those_of_four_tokens_of_one_chunk(chunk_size):
     ("num_tokens", "start_every", "sizes"),
     [(64, 4, (1, 2, 4, 8, 16)), (72, 12, (1, 2, 3, 4)), (72, 12, (6, 12, 2))],
 )
-def test_starts_of_one_stride_are_the_same_for_every_chunk_size(num_tokens, start_every, sizes):
-    """So that models of different K are scored on the same n-grams."""
+def test_starts_with_one_stride_are_the_same_for_every_chunk_size(num_tokens, start_every, sizes):
+    """So that models with different K are scored on the same n-grams."""
     protocol = Protocol(2, first_token=16, start_every=start_every, inner_starts=True)
     expected = [start for start in range(16, num_tokens) if start % start_every == 0]
     for chunk_size in sizes:
@@ -534,7 +497,7 @@ def test_starts_of_one_stride_are_the_same_for_every_chunk_size(num_tokens, star
 
 
 def test_an_n_gram_counts_when_its_first_n_tokens_are_text():
-    """For each n alone, wherever it starts; windows that overlap share tokens."""
+    """For each n separately, at any start."""
     pad = 9
     rng = np.random.default_rng(0)
     target_BT = rng.choice([0, 3, pad, MASKED], (20, 30), p=[0.4, 0.4, 0.1, 0.1])
@@ -547,7 +510,7 @@ def test_an_n_gram_counts_when_its_first_n_tokens_are_text():
     assert counted_BP4.any((0, 1)).all() and not counted_BP4.all((0, 1)).any()
 
 
-def test_a_mask_or_pad_ends_the_n_grams_that_hold_it():
+def test_n_grams_with_a_mask_or_pad_do_not_count():
     target_BT = np.array([[1, 2, 9, 4, 5, 6, 7, MASKED]])
     counted = brier.counted(target_BT, np.array([0, 2, 3, 4]), 9)[0].astype(int)
     assert counted.tolist() == [[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]

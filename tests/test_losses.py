@@ -1,4 +1,4 @@
-"""The energy score against its definition and its closed form on Gaussians; KL and cross-entropy by hand."""
+"""The energy score compared with its definition and with its closed form on Gaussians; KL and cross-entropy by hand."""
 
 import functools
 import math
@@ -6,14 +6,16 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from calm_jax.losses import Posterior, clamped_kl, cross_entropy, energy_score
+from tests.models.networks import shapes_in
 
 score_of = jax.jit(energy_score, static_argnames="beta")
 
 BETAS = (0.5, 1.0, 1.5, 2.0)
-# The last section of the notes on the paper: (d, s, |mu - m|, t) and 2 E|x-y| - E|x-x'|.
+# The expected loss 2 E|x-y| - E|x-x'| for x ~ N(mu, s^2 I), y ~ N(m, t^2 I): (d, s, |mu - m|, t, loss).
 CLOSED_FORM = (
     (3, 0.8, 1.1, 0.5, 1.8455),
     (16, 0.5, 2.0, 0.3, 3.2814),
@@ -21,12 +23,12 @@ CLOSED_FORM = (
     (128, 1.0, 3.0, 0.3, 8.3576),
     (1, 1.0, 0.0, 0.0, 0.46739),
 )
-# Two-sided, 4.5 standard errors: a sound estimator fails one comparison in 150,000 (and the seeds are fixed).
+# In standard errors, two-sided: a correct estimator fails one comparison in 150,000, and the seeds are fixed.
 SIGMAS = 4.5
 
 
 def naive_score(x_PNZ, mean_PZ, std_PZ, eps_PMZ, beta):
-    """The definition in float64, with every difference written out."""
+    """The energy score straight from its definition, in float64."""
     x_PNZ, mean_PZ, std_PZ, eps_PMZ = (
         np.asarray(array, np.float64) for array in (x_PNZ, mean_PZ, std_PZ, eps_PMZ)
     )
@@ -52,7 +54,7 @@ def gradient(x_PNZ, posterior, eps_PMZ, beta):
 
 
 def gaussian_losses(d, s, distance, t, N, M, positions, beta=1.0):
-    """One loss a position for draws of N(mu, s^2 I) against N(m, t^2 I) with |mu - m| = distance."""
+    """One loss per position, for draws of N(mu, s^2 I) against draws of N(m, t^2 I) with |mu - m| = distance."""
     rng = np.random.default_rng([d, N, M, int(100 * s)])
     center = np.full(d, 0.7)
     mu = center + distance * np.eye(d)[0]
@@ -81,7 +83,7 @@ def test_energy_score_equals_its_definition(beta):
 def test_energy_loss_of_gaussians_is_the_closed_form(d, s, distance, t, expected):
     losses = gaussian_losses(d, s, distance, t, N=8, M=16, positions=2000)
     assert sigmas_off(losses, expected) < SIGMAS
-    # The standard error is small enough to see a pair sum divided by N^2.
+    # A control: the test would detect a sum over pairs that is divided by N^2.
     spread = 2 * s * math.gamma((d + 1) / 2) / math.gamma(d / 2)
     assert sigmas_off(losses, expected + spread / 8) > SIGMAS
 
@@ -97,7 +99,7 @@ def test_energy_score_is_unbiased_for_every_number_of_draws(N, M):
 
 
 @pytest.mark.parametrize("s", [0.2, 1.5])
-def test_beta_two_does_not_see_the_spread(s):
+def test_with_beta_two_the_score_does_not_depend_on_the_spread_of_the_draws(s):
     d, distance, t = 4, 1.1, 0.5
     losses = gaussian_losses(d, s, distance, t, N=8, M=16, positions=4000, beta=2.0)
     assert sigmas_off(losses, 2 * (distance**2 + d * t**2)) < SIGMAS
@@ -122,7 +124,7 @@ def test_gradient_equals_finite_differences(beta):
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_two_draws_that_coincide_add_nothing(beta):
+def test_two_draws_that_coincide_have_distance_zero_and_finite_equal_gradients(beta):
     x_PNZ, posterior, eps_PMZ = random_case(seed=2)
     x_PNZ[:, 1] = x_PNZ[:, 0]
     std = np.exp(posterior.log_std)
@@ -134,12 +136,12 @@ def test_two_draws_that_coincide_add_nothing(beta):
     )
     twins = gradient(x_PNZ, posterior, eps_PMZ, beta)
     assert np.isfinite(twins).all()
-    # What is left does not tell the two apart.
+    # Their other distances are the same.
     np.testing.assert_allclose(twins[:, 1], twins[:, 0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_equal_draws_are_pulled_by_the_target_alone(beta):
+def test_the_gradient_of_equal_draws_comes_from_the_target_alone(beta):
     x_PNZ, posterior, eps_PMZ = random_case(seed=3)
     x_PNZ[:] = x_PNZ[:, :1]
     difference = x_PNZ[:, :1] - (
@@ -155,7 +157,7 @@ def test_equal_draws_are_pulled_by_the_target_alone(beta):
 
 @pytest.mark.parametrize("log_std", [-np.inf, -200.0])
 @pytest.mark.parametrize("beta", BETAS)
-def test_zero_posterior_std_is_a_target_point(beta, log_std):
+def test_a_posterior_of_std_zero_is_a_single_target_point(beta, log_std):
     x_PNZ, posterior, eps_PMZ = random_case(seed=4)
     point = Posterior(posterior.mean, np.full_like(posterior.log_std, log_std))
     np.testing.assert_allclose(
@@ -164,36 +166,26 @@ def test_zero_posterior_std_is_a_target_point(beta, log_std):
         rtol=2e-6,
         atol=2e-6,
     )
-    # Every draw on the point: nothing to gain, nothing to go by, and no NaN.
+    # Every draw on that point: the score and its gradient are zero, not NaN.
     x_PNZ[:] = point.mean[:, None]
     assert (np.asarray(score_of(x_PNZ, point, eps_PMZ, beta)) == 0).all()
     assert (gradient(x_PNZ, point, eps_PMZ, beta) == 0).all()
 
 
-def sizes(jaxpr):
-    """The number of elements of every value that a jaxpr computes, inner jaxprs included."""
-    for equation in jaxpr.eqns:
-        for value in equation.outvars:
-            yield math.prod(value.aval.shape)
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda leaf: hasattr(leaf, "eqns")):
-            if hasattr(inner, "eqns"):
-                yield from sizes(inner)
-
-
-def test_no_array_is_larger_than_the_target_draws():
+def test_no_array_of_the_energy_score_is_larger_than_the_target_draws():
     P, N, M, Z = 3, 2, 50, 20
 
     def largest(score, beta):
         x_PNZ, posterior, eps_PMZ = random_case(P=P, N=N, M=M, Z=Z)
         both = jax.value_and_grad(lambda x: score(x, posterior, jnp.asarray(eps_PMZ), beta).sum())
-        return max(sizes(jax.make_jaxpr(jax.jit(both))(x_PNZ)))
+        return max(map(math.prod, shapes_in(jax.make_jaxpr(jax.jit(both))(x_PNZ))))
 
     def direct(x_PNZ, posterior, eps_PMZ, beta):
         t_PMZ = posterior.mean[:, None] + posterior.std[:, None] * eps_PMZ
         return -(((x_PNZ[:, :, None] - t_PMZ[:, None]) ** 2).sum(-1) ** (beta / 2))
 
     assert max(largest(energy_score, beta) for beta in BETAS) <= P * M * Z
-    assert largest(direct, 1.0) >= P * N * M * Z  # the walk does see such an array
+    assert largest(direct, 1.0) >= P * N * M * Z  # a control: `shapes_in` finds such an array
 
 
 def test_clamped_kl_by_hand():
@@ -206,7 +198,7 @@ def test_clamped_kl_by_hand():
     np.testing.assert_allclose(clamped_kl(posterior, 1.0), [2 + 3.5 - math.log(2)], rtol=1e-6)
 
 
-def test_clamped_kl_does_not_push_below_the_clamp():
+def test_dimensions_below_the_kl_clamp_get_no_gradient():
     posterior = Posterior(jnp.array([[0.5, 2.0]]), jnp.array([[0.1, 0.0]]))
     by_mean, by_log_std = jax.grad(lambda p: clamped_kl(p, 0.5).sum())(posterior)
     np.testing.assert_allclose(by_mean, [[0, 2]], atol=1e-6)
@@ -224,6 +216,24 @@ def test_cross_entropy_by_hand_and_masked_targets_give_zero():
     np.testing.assert_allclose(
         slope[0], [p - [0, 1, 0], [0, 0, 0], p - [0, 0, 1]], rtol=1e-5, atol=1e-6
     )
+
+
+def test_cross_entropy_and_its_gradient_equal_automatic_differentiation():
+    """Against optax, also for logits that differ by more than float32's exponential can hold."""
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(scale=60, size=(7, 3, 11)), jnp.float32)
+    target = rng.integers(-1, 11, (7, 3))
+    weight = jnp.asarray(rng.normal(size=(7, 3)), jnp.float32)
+
+    def by_optax(logits):
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(target, 0))
+        return (jnp.where(target >= 0, loss, 0) * weight).sum()
+
+    ours = jax.value_and_grad(lambda logits: (cross_entropy(logits, target) * weight).sum())
+    for a, b in zip(ours(logits), jax.value_and_grad(by_optax)(logits), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    half = jax.grad(lambda logits: cross_entropy(logits, target).sum())(logits.astype(jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16
 
 
 def test_cross_entropy_is_computed_in_float32():

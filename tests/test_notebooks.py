@@ -1,4 +1,4 @@
-"""The notebooks run from their first cell to their last."""
+"""The notebooks run from the first cell to the last."""
 
 import pathlib
 
@@ -12,14 +12,14 @@ NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory) -> pathlib.Path:
-    """Where the first notebook trains what the second one samples from, too."""
+    """The workdir of both notebooks: the first trains its model, and the second samples from it."""
     return tmp_path_factory.mktemp("notebooks") / "run"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["quickstart", "sampling"])
 def test_every_cell_of_a_notebook_runs(name, workdir):
-    """With `fast` set, in the cell that says so."""
+    """With `fast = True` in the cell that is tagged `parameters`."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     [parameters] = [
         cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])

@@ -1,4 +1,4 @@
-"""A tiny model with random parameters, for tests of what a trained one is used for."""
+"""A tiny model with random parameters, for tests that need a trained model."""
 
 import dataclasses
 import functools
@@ -14,18 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.config import Config, resolve
 from calm_jax.data.tokenizers import ByteTokenizer, Tokenizer
+from calm_jax.run.generator import Generator
+from calm_jax.run.workdir import Workdir
 from calm_jax.tasks import LmTask
-from calm_jax.text import Generator
-from calm_jax.workdir import Workdir, make_autoencoder_task, make_lm_task
 from tests import tiny_recipe
 
 
 def random_params(task: Any, seed: int) -> dict:
-    """Nothing is left at its initial value: a fresh head draws the same latent every time.
+    """Random values for every parameter, because a freshly initialised head draws the same latent every time.
 
-    A head's are large, so that what it draws depends on its condition, too.
+    Those of the head are larger, so that its samples depend visibly on the hidden state.
     """
     rng = np.random.default_rng(seed)
     shapes = flax.traverse_util.flatten_dict(jax.eval_shape(task.init, jax.random.key(0)), sep="/")
@@ -43,7 +44,7 @@ def random_params(task: Any, seed: int) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Tiny:
-    """What a `Generator` is made of."""
+    """The arguments of a `Generator`."""
 
     task: LmTask
     params: dict
@@ -55,7 +56,7 @@ class Tiny:
         return Generator(self.task, self.params, self.frozen, self.tokenizer, self.config)
 
     def save(self, folder: pathlib.Path) -> None:
-        """As the workdir of a trained model."""
+        """Writes the workdir of a trained model."""
         self.tokenizer.save(folder / "tokenizer")
         Workdir(folder).store_config(self.config)
         stages = {"lm": self.params}
@@ -68,7 +69,7 @@ class Tiny:
 
 @functools.cache
 def tiny(arguments: str = "k=4", block_tokens: int = 256) -> Tiny:
-    """The tiny recipe's model; of bytes, with a context of `block_tokens`."""
+    """The model of the tiny recipe, with bytes as tokens and a context of `block_tokens`."""
     tree = tiny_recipe.get_config(f"nowhere/*.txt,{arguments}")
     tree.lm.data.block_tokens = block_tokens
     config = resolve(tree)
@@ -80,14 +81,14 @@ def tiny(arguments: str = "k=4", block_tokens: int = 256) -> Tiny:
     return Tiny(task, random_params(task, seed=0), frozen, tokenizer, config)
 
 
-# Runs many command lines in one process, which has to import, load and compile but once; the standard
-# streams are as strict about Unicode as a terminal's.
+# Runs many command lines in one process, so that importing, loading and compiling happen once. stdout and stderr raise an
+# error for text that is not valid Unicode, as those of a terminal do.
 _DRIVER = """
 import contextlib, functools, io, json, sys, traceback
 from absl import flags
 from calm_jax import generate
 
-# A model that is loaded again would be compiled again.
+# Loading a model again would compile it again.
 generate.Generator.load = functools.cache(generate.Generator.load)
 results = []
 for args in json.load(sys.stdin):

@@ -1,4 +1,4 @@
-"""A recipe of seconds, for tests: `tests/tiny_recipe.py:GLOB[,head=...,k=...]` reads the text files of GLOB."""
+"""A recipe that trains in seconds: `--config=tests/tiny_recipe.py:GLOB[,head=...,k=...]` reads the text files of GLOB."""
 
 from ml_collections import ConfigDict
 
@@ -23,7 +23,7 @@ def get_config(arguments: str) -> ConfigDict:
     config.autoencoder.data.block_tokens = 32
     for stage in (config.autoencoder, config.lm):
         stage.optimizer.warmup_steps = 2
-        # Fast enough that a dozen steps leave draws that differ.
+        # High, so that samples differ from each other after a dozen steps.
         stage.optimizer.learning_rate = 0.02
         stage.training.num_steps = 12
         stage.training.batch_size = 4
@@ -31,7 +31,7 @@ def get_config(arguments: str) -> ConfigDict:
         stage.training.eval_every = 6
         stage.training.checkpoint_every = 5
     config.eval.part_blocks = 3
-    # Small, so that compiling is cheap.
+    # Small, so that compiling is fast.
     config.sample.num_candidates = 8
     config.sample.max_draws = 48
     config.sample.draws_at_once = 16

@@ -1,12 +1,11 @@
-"""From text to batches of token ids.
+"""From text to batches of token ids. Importing it imports no JAX, so that preparing text starts fast.
 
-files, documents     records out of files of every kind, packed or not, local or remote
-tokenizers           text to ids
-blocks               what stands around a document's ids, and the ways to cut them into blocks
-inputs, plan,        large text to shards of tokens, by many processes: `python -m calm_jax.data.prepare`
-make_shards,
-cluster, prepare
-shards, inspect      reading them: `python -m calm_jax.data.inspect`
-corpus               the text of a run
-pipeline             blocks to batches
+Begin with packing.py: the special tokens around documents, and how documents are cut into blocks.
+  files, documents   documents from files of several formats, compressed or not, local or remote
+  tokenizers/        text to token ids and back
+  corpus             the training and validation documents of a run
+  loader             blocks to batches
+  shards             prepared text: shards of tokens on disk; `python -m calm_jax.data.inspect` shows them
+  prepare/           the command that makes shards: `python -m calm_jax.data.prepare`
+May import cli and errors.
 """

@@ -1,4 +1,4 @@
-"""The text of a run: from files, from prepared shards, or the source text of the running Python's standard library."""
+"""The text of a run: from files, from prepared shards, or the source of the running Python's standard library."""
 
 import collections
 import dataclasses
@@ -17,9 +17,9 @@ from calm_jax.data.files import find_files
 from calm_jax.data.shards import PreparedText, is_prepared
 from calm_jax.errors import UserError
 
-# Folders of the standard library that are not its own source text: tests, and packages vendored by pip's installer.
+# Folders that are not the standard library's own source: tests, installed packages, and those that ensurepip bundles.
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip"}
-# Tables of character names and keywords' help texts: generated, not written.
+# Generated folders: character tables, and the help texts of keywords.
 _GENERATED = {"encodings", "pydoc_data"}
 
 
@@ -40,8 +40,8 @@ class DataConfig:
     on_bad_record: str
     read_threads: int
 
-    def __post_init__(self):
-        _ = self.reading
+    def __post_init__(self) -> None:
+        _ = self.reading  # checks its own fields
         if self.holdout_every < 2:
             raise UserError(f"data.holdout_every={self.holdout_every} must be at least 2")
         if self.read_threads < 0:
@@ -50,7 +50,7 @@ class DataConfig:
             raise UserError(
                 f"data.prompt_field={self.prompt_field!r} needs data.train_files with such records"
             )
-        # An evaluation may do without the training text.
+        # An evaluation may leave the training text empty.
         if self.mixture and self.train_files:
             self._check_mixture()
 
@@ -70,6 +70,7 @@ class DataConfig:
 
     @property
     def reading(self) -> Reading:
+        """How training files become documents."""
         return Reading(
             self.text_field,
             self.prompt_field,
@@ -80,7 +81,7 @@ class DataConfig:
 
     @property
     def names_folders(self) -> bool:
-        """Whether some of the training text is said to be prepared, and brings its tokenizer."""
+        """Whether some of the training text is a folder of prepared text, which has its own tokenizer."""
         return any(map(_is_folder, _entries(self.train_files) + _entries(self.autoencoder_files)))
 
 
@@ -89,23 +90,26 @@ def _entries(files: str) -> list[str]:
 
 
 def _is_folder(entry: str) -> bool:
-    """Whether an entry names a folder, there or not, rather than files."""
+    """Whether an entry names a folder (existing or not) rather than files."""
     looks_like_it = not (
         pathlib.PurePath(entry).suffix or set(entry) & set("*?[") or "://" in entry
     )
     return looks_like_it or is_prepared(entry)
 
 
-# Documents in memory, or shards of tokens.
+# Documents in memory, or shards of tokens on disk.
 Source = list[Document] | PreparedText
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Training and validation text. `skipped` counts records that were left out by what was wrong with them.
+    """Training and validation text.
 
-    sources: of `data.train_files`; none if the config names validation files alone, which is enough for scoring.
-    autoencoder_sources: of `data.autoencoder_files`; the same as the others if there are none.
+    Attributes:
+        sources: the text of `data.train_files`; empty if the config names only validation files, for an evaluation.
+        autoencoder_sources: the text of `data.autoencoder_files`, or `sources` if that key is empty.
+        validation: the documents to score on.
+        skipped: the number of records left out, by reason.
     """
 
     sources: tuple[Source, ...]
@@ -115,16 +119,17 @@ class Corpus:
 
     @property
     def train(self) -> list[Document]:
-        """The documents of `data.train_files` that are in memory."""
+        """The documents of `sources` that are in memory."""
         return _in_memory(self.sources)
 
     @property
     def autoencoder_train(self) -> list[Document]:
-        """The same of `data.autoencoder_files`."""
+        """The documents of `autoencoder_sources` that are in memory."""
         return _in_memory(self.autoencoder_sources)
 
     @property
     def prepared(self) -> list[PreparedText]:
+        """The prepared texts among all sources."""
         sources = (*self.sources, *self.autoencoder_sources)
         return [source for source in sources if isinstance(source, PreparedText)]
 
@@ -149,7 +154,7 @@ def standard_library_documents() -> list[Document]:
         try:
             text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
-            continue  # a few files test other source encodings
+            continue  # a few files are in other encodings, to test them
         documents.append(Document(path.relative_to(root).as_posix(), text))
     if not documents:
         raise UserError(
@@ -159,6 +164,7 @@ def standard_library_documents() -> list[Document]:
 
 
 def _real_paths(globs: str, key: str) -> set[str]:
+    """The files that globs match, with symbolic links resolved."""
     return {os.path.realpath(file) for file in find_files(globs, key)}
 
 
@@ -172,28 +178,33 @@ def _no_folder(entry: str, key: str) -> str:
 
 
 class _Reader:
-    """Reads what the keys name; counts what is left out, and with `deduplicate` knows what was there."""
+    """Reads the text that `DataConfig`'s keys name.
+
+    Attributes:
+        skipped: the number of records left out so far, by reason.
+    """
 
     def __init__(self, config: DataConfig):
+        # Shared by all files, so that `deduplicate` finds copies across them.
         self._config, self._distinct = config, Distinct()
         self.skipped: collections.Counter = collections.Counter()
 
     def training(self, globs: str, key: str) -> list[Document]:
-        """Training text, of which some may be left out on purpose."""
+        """Training documents, without the short and repeated ones that the config leaves out."""
         found = self._read(globs, key, self._config.reading)
         if self._config.deduplicate:
             found = filter(self._is_new, found)
-        return self._some(list(found), globs, key)
+        return self._not_empty(list(found), globs, key)
 
     def validation(self, globs: str, key: str) -> list[Document]:
-        """Text to score on, as it is."""
+        """Documents to score on: none is left out or cut into pieces."""
         reading = dataclasses.replace(self._config.reading, min_characters=0, max_words=0)
-        return self._some(list(self._read(globs, key, reading)), globs, key)
+        return self._not_empty(list(self._read(globs, key, reading)), globs, key)
 
     def _read(self, globs: str, key: str, reading: Reading) -> Iterator[Document]:
         return read_documents(find_files(globs, key), key, reading, self.skipped)
 
-    def _some(self, documents: list[Document], globs: str, key: str) -> list[Document]:
+    def _not_empty(self, documents: list[Document], globs: str, key: str) -> list[Document]:
         if not documents:
             raise UserError(f"{key}={globs!r} holds no text")
         return documents
@@ -204,23 +215,26 @@ class _Reader:
         return is_new
 
     def open_folders(self, files: str, key: str) -> None:
-        """Raises `UserError` if a folder of prepared text is not there, or not whole."""
+        """Opens the folders of prepared text. Raises `UserError` if one is missing or incomplete."""
         for entry in filter(_is_folder, _entries(files)):
             self._prepared(entry, key)
 
-    @functools.cache  # noqa: B019 (a reader lives as long as the reading)
+    @functools.cache  # noqa: B019 (the cache lives no longer than the reader, which ends with `load_corpus`)
     def _prepared(self, folder: str, key: str) -> PreparedText:
         if not os.path.exists(folder):
             raise UserError(_no_folder(folder, key))
         if self._config.prompt_field:
             raise UserError(
                 f"{key}: {folder} is prepared text, which has no data.prompt_field={self._config.prompt_field!r}: "
-                "give files of records"
+                "give files of records instead"
             )
         return PreparedText(pathlib.Path(folder))
 
     def sources(self, files: str, key: str, is_mixture: bool) -> list[Source]:
-        """A source for each entry; without weights one for all that is read into memory."""
+        """The sources that the comma-separated entries of `files` name.
+
+        Of a mixture each entry is a source. Otherwise all entries that are read into memory are one source, the last.
+        """
         sources: list[Source] = []
         globs = []
         for entry in _entries(files):
@@ -241,12 +255,12 @@ def _hash(name: str) -> int:
 
 
 def is_held_out(name: str, every: int) -> bool:
-    """Whether a document of this name is in the validation split, for one document in `every`."""
+    """Whether the document of this name is in the validation split, which takes about one document in `every`."""
     return _hash(name) % every == 0
 
 
 def _split(documents: list[Document], every: int) -> tuple[list[Document], list[Document]]:
-    """Training and validation documents. Of two documents or more, each split gets at least one."""
+    """Splits documents into training and validation ones; of two documents or more, each split gets at least one."""
     held_out = [is_held_out(document.name, every) for document in documents]
     if len(set(held_out)) == 1 and len(documents) > 1:
         hashes = [_hash(document.name) for document in documents]
@@ -259,14 +273,20 @@ def _split(documents: list[Document], every: int) -> tuple[list[Document], list[
 def load_corpus(
     config: DataConfig, with_train: bool = True, with_autoencoder: bool = True
 ) -> Corpus:
-    """Reads what a run needs of the training text, and the validation text.
+    """Reads the text of a run; prepared text is opened, and stays on disk.
 
-    Raises `UserError` on files that are missing, bad or empty.
+    Args:
+        config: the files and how to read them; without `train_files` the text is Python's standard library.
+        with_train: whether to read `train_files`.
+        with_autoencoder: whether to read `autoencoder_files`.
+
+    Raises:
+        UserError: files are missing, damaged or empty, or there is no text to hold out for validation.
     """
     reader = _Reader(config)
     sources: list[Source] = []
-    own: list[Source] = []
-    # What is missing is missed before anything is read.
+    autoencoder_sources: list[Source] = []
+    # Missing folders are reported before any file is read.
     if with_train:
         reader.open_folders(config.train_files, "data.train_files")
     if with_autoencoder:
@@ -275,11 +295,13 @@ def load_corpus(
         _warn_of_overlap(config)
     elif config.names_folders or (with_autoencoder and config.autoencoder_files):
         raise UserError(
-            "data.validation_files is empty: of prepared text, and beside data.autoencoder_files, nothing is held out; "
-            "name files to score on with --config.data.validation_files=GLOB"
+            "data.validation_files is empty: nothing is held out of prepared text, nor of data.train_files beside "
+            "data.autoencoder_files; name files to score on with --config.data.validation_files=GLOB"
         )
     if with_autoencoder and config.autoencoder_files:
-        own = reader.sources(config.autoencoder_files, "data.autoencoder_files", False)
+        autoencoder_sources = reader.sources(
+            config.autoencoder_files, "data.autoencoder_files", False
+        )
     if with_train and config.train_files:
         sources = reader.sources(config.train_files, "data.train_files", bool(config.mixture))
     elif with_train and not config.validation_files:
@@ -289,28 +311,28 @@ def load_corpus(
     else:
         sources, validation = _hold_out(sources, config)
     train = tuple(sources)
-    return Corpus(train, tuple(own) or train, validation, dict(reader.skipped))
+    return Corpus(train, tuple(autoencoder_sources) or train, validation, dict(reader.skipped))
 
 
 def _warn_of_overlap(config: DataConfig) -> None:
+    """Warns of validation files that are training files, too."""
     overlap = _real_paths(config.validation_files, "data.validation_files")
     for key in ("train_files", "autoencoder_files"):
         globs = [entry for entry in _entries(getattr(config, key)) if not _is_folder(entry)]
         if globs and (both := overlap & _real_paths(",".join(globs), f"data.{key}")):
             logging.warning(
-                "data.validation_files: %s is among data.%s too: scores on it say nothing about new text",
+                "data.validation_files: %s is also one of data.%s: scores on it say nothing about new text",
                 min(both),
                 key,
             )
 
 
-def _hold_out(
-    sources: Sequence[list[Document]], config: DataConfig
-) -> tuple[list[Source], list[Document]]:
-    """Takes the validation text out of the training text, source by source."""
+def _hold_out(sources: Sequence[Source], config: DataConfig) -> tuple[list[Source], list[Document]]:
+    """Moves a part of every source to the validation text; returns what is left of the sources, and the validation text."""
     kept: list[Source] = []
     validation: list[Document] = []
     for documents in sources:
+        assert not isinstance(documents, PreparedText)  # `load_corpus` refuses it
         if len(documents) == 1:
             raise UserError(
                 f"data.train_files={config.train_files!r} holds one document, which cannot be both trained on and held "

@@ -1,8 +1,7 @@
-"""Documents from text files, one after the other: .txt, .jsonl, .json and .parquet, and .gz or .zst of the first three.
+"""Documents from text files: .txt, .jsonl, .json and .parquet, and .gz or .zst of the first three.
 
-Files are read as streams, never whole (but for a .txt, which is one document), from their beginning or from a
-place in them. A bad record is either an error that names file and line, or counted and left out. Names with "://" in
-them are read with fsspec.
+Files are streamed, from their beginning or from a place inside; only a .txt, which is one document, is read whole.
+A bad record is either an error that names file and line, or is counted and left out.
 """
 
 import bisect
@@ -37,11 +36,13 @@ from calm_jax.errors import UserError
 class Reading:
     """How files become documents.
 
-    text_field, prompt_field: names of a record's fields; an empty `prompt_field` means that records have no prompts.
-    on_bad_record: "raise" makes a `UserError` of the first bad record, "skip" counts it by what is wrong with it.
-    min_characters: shorter texts are left out, and counted.
-    max_words: texts of more words, which single spaces part, become pieces of so many; 0 for never.
-    flags: what stands before these names where they are set, for messages.
+    Attributes:
+        text_field: the field of a record that holds the text.
+        prompt_field: the field that holds the prompt; empty for records without prompts.
+        on_bad_record: "raise" turns the first bad record into a `UserError`; "skip" counts bad records by their fault.
+        min_characters: shorter texts are counted and left out.
+        max_words: longer texts are cut into pieces of this many words; words are separated by single spaces; 0 for no limit.
+        flags: the prefix of these options on the command line, for messages.
     """
 
     text_field: str
@@ -51,7 +52,7 @@ class Reading:
     max_words: int = 0
     flags: str = "--config.data."
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         name = self.flags.removeprefix("--config.")
         if self.on_bad_record not in ("raise", "skip"):
             raise UserError(f"{name}on_bad_record={self.on_bad_record!r} must be 'raise' or 'skip'")
@@ -60,19 +61,22 @@ class Reading:
                 raise UserError(f"{name}{key}={getattr(self, key)} must not be negative")
         if self.prompt_field and self.prompt_field == self.text_field:
             raise UserError(
-                f"{name}prompt_field={self.prompt_field!r} is {name}text_field, too: the completion is another field"
+                f"{name}prompt_field={self.prompt_field!r} equals {name}text_field: prompt and completion must be two fields"
             )
         if self.prompt_field and self.max_words:
             raise UserError(
-                f"{name}max_words={self.max_words}: the pieces of a completion have no prompt, leave it out"
+                f"{name}max_words={self.max_words} is for text without prompts: later pieces of a completion would have none"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text and the name that decides whether it is held out; the pieces of a text have one name.
+    """A text to train or score on.
 
-    prompt: what the text follows, to be read and not learnt.
+    Attributes:
+        name: decides whether the document is held out; all pieces of a text share its name.
+        text: the text, or the completion of a record with a prompt.
+        prompt: precedes the text in the model's input; its tokens are not targets.
     """
 
     name: str
@@ -84,7 +88,7 @@ def _field(record: Any, name: str) -> str:
     if not isinstance(record, dict):
         raise BadRecord(
             "no object",
-            f"not an object with fields but a {type(record).__name__} (one record is one line, in .json too)",
+            f"not an object with fields but a {type(record).__name__} (a .json, too, holds one record on each line)",
         )
     if name not in record:
         raise BadRecord("missing field", f"no field {name!r}")
@@ -105,12 +109,13 @@ def _document(record: Any, name: str, reading: Reading) -> Document:
     )
 
 
-# Far from where the interpreter's stack ends: what else runs up there (callbacks of the garbage collector) would fail, too.
+# Well below the interpreter's recursion limit: close to it other code, such as a garbage collector's callback, would fail.
 _MOST_LEVELS = 300
 _STRINGS_AND_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 
 
 def _is_too_deep(line: bytes) -> bool:
+    """Whether JSON nests lists and objects more than `_MOST_LEVELS` deep; brackets inside strings do not count."""
     if line.count(b"[") + line.count(b"{") <= _MOST_LEVELS:
         return False
     level = 0
@@ -128,12 +133,12 @@ def _parse(line: bytes, name: str, reading: Reading) -> Document:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadRecord("invalid UTF-8", f"byte {error.start} is not valid UTF-8") from error
-    except ValueError as error:  # also a number of too many digits
+    except ValueError as error:  # malformed, or a number of more digits than Python converts
         raise BadRecord("malformed JSON", f"not valid JSON ({error})") from error
     return _document(record, name, reading)
 
 
-# A document or what is wrong with a record, and where it begins; None if that is the file itself.
+# A document or a bad record, and the place where it begins; no place if the whole file is bad.
 _Item = tuple[Place | None, Document | BadRecord]
 
 
@@ -144,7 +149,7 @@ def _read_text(file: str, name: str) -> Iterator[_Item]:
         yield None, too_long("text")
         return
     try:
-        # Not as a text file, which would make "\n" of every line end.
+        # Opened in text mode, the file would have every line end turned into "\n".
         yield START, Document(name, text.decode("utf-8"))
     except UnicodeDecodeError as error:
         yield None, BadRecord("invalid UTF-8", f"byte {error.start} is not valid UTF-8")
@@ -156,7 +161,7 @@ def _read_lines(file: str, name: str, reading: Reading, start: Place) -> Iterato
             try:
                 if isinstance(line, BadRecord):
                     raise line
-                # Some editors begin a file with a mark of its byte order.
+                # Some editors begin a file with a byte order mark.
                 line = line if place.number else line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     yield place, _parse(line, f"{name}:{place.number + 1}", reading)
@@ -175,7 +180,7 @@ def _read_parquet(file: str, name: str, reading: Reading, start: Place) -> Itera
             asked = [column for column in (reading.text_field, reading.prompt_field) if column]
             there = [column for column in asked if column in table.schema_arrow.names]
             sizes = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
-            # Row groups are what can be skipped.
+            # A Parquet file can be read from the beginning of any row group.
             ends = list(itertools.accumulate(sizes))
             first = bisect.bisect_right(ends, start.number)
             number = ends[first - 1] if first else 0
@@ -190,15 +195,15 @@ def _read_parquet(file: str, name: str, reading: Reading, start: Place) -> Itera
                             yield place, bad
                     number += 1
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+            # pyarrow reports damage as an OSError without errno; one with errno is a failed read.
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            # Also an OSError, where it is the library that objects.
             reason = " ".join(str(error).split())
-            raise BadRecord("damaged file", f"no whole Parquet file ({reason})") from error
+            raise BadRecord("damaged file", f"not a complete Parquet file ({reason})") from error
 
 
 def _read_items(file: str, reading: Reading, start: Place) -> Iterator[_Item]:
-    # Compressed or not, a document has the same name.
+    # A document's name does not depend on the compression of its file: the name decides whether it is held out.
     name = pathlib.PurePosixPath(file).name
     for suffix in COMPRESSIONS:
         name = name.removesuffix(suffix)
@@ -214,7 +219,7 @@ def _read_items(file: str, reading: Reading, start: Place) -> Iterator[_Item]:
 
 
 def pieces(document: Document, max_words: int) -> list[Document]:
-    """A document in pieces of at most `max_words` words; itself for 0."""
+    """Cuts a document into pieces of at most `max_words` words; 0 leaves it whole."""
     if not max_words or document.text.count(" ") < max_words:
         return [document]
     words = document.text.split(" ")
@@ -227,11 +232,20 @@ def pieces(document: Document, max_words: int) -> list[Document]:
 def read_file(
     file: str, key: str, reading: Reading, skipped: collections.Counter, start: Place
 ) -> Iterator[tuple[Place, list[Document]]]:
-    """The records of a file from `start` on: where each begins, and its document, or the pieces of it.
+    """Reads the records of a file; of a damaged file those before the damage.
 
-    Records that are left out are counted in `skipped`, by the reason. Of a damaged file what can be unpacked before the
-    damage is kept. Raises `UserError` on a bad record if they are not to be skipped, and for a file that cannot be read or that
-    changes on the way; `key` is what named the file.
+    Args:
+        file: the file's name.
+        key: the config key or flag that named the file, for messages.
+        reading: how records become documents.
+        skipped: counts the records that are left out, by reason.
+        start: the place of the first record to read.
+
+    Yields:
+        The place where a record begins, and its document, or the pieces of its document.
+
+    Raises:
+        UserError: a bad record under `on_bad_record="raise"`, or a file that cannot be read or changes while it is read.
     """
     if reading.prompt_field and format_of(file) == ".txt":
         name = reading.flags.removeprefix("--config.")
@@ -249,7 +263,7 @@ def read_file(
                         f"{reading.flags}on_bad_record=skip"
                     )
                 skipped[item.reason] += 1
-            # After a prompt nothing at all is an answer, too.
+            # An empty completion is a valid answer to a prompt.
             elif not item.text and not reading.prompt_field:
                 skipped["empty"] += 1
             elif len(item.text) < reading.min_characters:
@@ -263,7 +277,7 @@ def read_file(
     except UserError:
         raise
     except Exception as error:
-        # Errors of a network are those of whichever library reads it.
+        # Each remote file system's library raises exceptions of its own.
         if "://" not in file:
             raise
         reason = " ".join(str(error).split())[:300]
@@ -279,20 +293,20 @@ def _unit(file: str) -> str:
 def read_documents(
     files: Iterable[str], key: str, reading: Reading, skipped: collections.Counter
 ) -> Iterator[Document]:
-    """The documents of files, in order; see `read_file`."""
+    """The documents of several files, in order; for the arguments see `read_file`."""
     for file in files:
         for _, documents in read_file(file, key, reading, skipped, START):
             yield from documents
 
 
 class Distinct:
-    """Tells documents that were there before, by 16 bytes of a hash of prompt and text."""
+    """Finds repeated documents by a hash of 16 bytes of prompt and text."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._seen: set[bytes] = set()
 
     def is_new(self, document: Document) -> bool:
-        """Whether no equal one was asked about; asks about it."""
+        """Whether no equal document was passed to an earlier call."""
         digest = digest_of(document)
         is_new = digest not in self._seen
         self._seen.add(digest)
@@ -300,7 +314,7 @@ class Distinct:
 
 
 def digest_of(document: Document) -> bytes:
-    """16 bytes that are the same for documents with the same prompt and text, whatever their names."""
+    """A hash of prompt and text, 16 bytes; it does not depend on the name."""
     prompt = document.prompt.encode("utf-8")
     digest = hashlib.blake2b(len(prompt).to_bytes(8, "big") + prompt, digest_size=16)
     digest.update(document.text.encode("utf-8"))

@@ -1,4 +1,7 @@
-"""Files of records: finding them, unpacking them, and the lines in them; local, or with "://" in their names by fsspec."""
+"""Files of records: finding, opening and decompressing them, and splitting them into lines.
+
+Names with "://" in them are remote files, read with fsspec; all others are local.
+"""
 
 import contextlib
 import dataclasses
@@ -8,23 +11,29 @@ import io
 import os
 import zlib
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from calm_jax.errors import UserError
 
 _FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
-# No record is longer; one that is would fill the memory.
+# Longest record in bytes; a longer one is a bad record, so that it cannot fill the memory.
 MOST_BYTES = 2**28
+# Bytes read at once.
 _PIECE = 2**20
-# Unpacked, it may be tens of thousands of times as large.
+# Compressed bytes decompressed at once: they may become tens of thousands of times as many.
 _PACKED_PIECE = 2**12
-# What zstd --long may ask for at most, in bytes of memory.
+# Largest window that a frame may ask for, in bytes of memory; `zstd --long=31` does.
 _MOST_WINDOW = 2**31
 
 
 class BadRecord(Exception):
-    """`reason` is for counting, `detail` for the person who has to find the record."""
+    """A record that cannot be read; a caller either reports it or counts it and goes on.
+
+    Attributes:
+        reason: a few words, the same for all records with this fault; the key under which they are counted.
+        detail: what is wrong with this record, for an error message.
+    """
 
     def __init__(self, reason: str, detail: str):
         super().__init__(reason)
@@ -33,7 +42,12 @@ class BadRecord(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a record of a file begins: records before it (also bad ones), and bytes, unpacked, or rows before it."""
+    """Where a record of a file begins.
+
+    Attributes:
+        number: records before it, bad ones included.
+        offset: decompressed bytes before it; for .parquet, rows before it.
+    """
 
     number: int
     offset: int
@@ -43,7 +57,15 @@ START = Place(0, 0)
 
 
 def find_files(globs: str, key: str) -> list[str]:
-    """The files that comma-separated globs match, in order and once. Raises `UserError` for a glob without a match."""
+    """The files that match comma-separated globs, sorted within each glob, without repetitions.
+
+    Args:
+        globs: local globs and remote ones ("://").
+        key: the config key or flag that holds `globs`, for messages.
+
+    Raises:
+        UserError: a glob matches nothing or a folder, cannot be listed, or a file's format is unknown.
+    """
     files: list[str] = []
     patterns = [pattern for pattern in map(str.strip, globs.split(",")) if pattern]
     if not patterns:
@@ -66,7 +88,7 @@ def find_files(globs: str, key: str) -> list[str]:
 
 
 def _local_files(pattern: str) -> list[str]:
-    # A name may have brackets in it.
+    # A file's own name may contain brackets.
     if os.path.exists(pattern):
         return [pattern]
     return sorted(glob.glob(pattern, recursive=True))
@@ -77,7 +99,7 @@ def _remote_files(pattern: str, key: str) -> list[str]:
     try:
         filesystem, path = fsspec.core.url_to_fs(pattern)
         return sorted(filesystem.unstrip_protocol(name) for name in filesystem.glob(path))
-    # Errors of a network are those of whichever library reads it.
+    # Each remote file system's library raises exceptions of its own.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
@@ -86,7 +108,7 @@ def _remote_files(pattern: str, key: str) -> list[str]:
 
 
 def format_of(file: str) -> str | None:
-    """The suffix that says how to read a file, without that of a compression; None for one that nobody can."""
+    """The suffix of a file's format, below that of its compression; None if it cannot be read."""
     name, is_packed = file, False
     for suffix in COMPRESSIONS:
         if file.endswith(suffix):
@@ -96,7 +118,7 @@ def format_of(file: str) -> str | None:
 
 
 def library(name: str, file: str) -> Any:
-    """A library of the extra `data`. Raises `UserError` if it is not there."""
+    """Imports a library of the extra `data`. Raises `UserError`, naming the `file` that needs it, if it is not installed."""
     try:
         return __import__(name)
     except ImportError as error:
@@ -104,53 +126,48 @@ def library(name: str, file: str) -> Any:
 
 
 class _Unzstd(io.RawIOBase):
-    """The bytes of a .zst, of any number of frames; a file that ends within one is a `BadRecord`."""
+    """The decompressed bytes of a .zst file.
+
+    zstandard's own `stream_reader`, which fsspec uses, takes the end of the file within a frame for the end of the text.
+    """
 
     def __init__(self, packed: BinaryIO, file: str):
-        self._library = library("zstandard", file)
-        self._packed, self._ready = packed, memoryview(b"")
-        self._frame = None
-        self._damage: Exception | None = None
+        self._parts = _unzstd_parts(packed, library("zstandard", file))
+        self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            if self._damage is not None:
-                raise self._damage
-            packed = self._packed.read(_PACKED_PIECE)
-            if not packed:
-                if self._frame is not None:
-                    raise BadRecord("truncated file", "the file ends within a zstd frame")
+            part = next(self._parts, None)
+            if part is None:
                 return 0
-            self._unpack(packed)
+            self._ready = memoryview(part)
         size = min(len(buffer), len(self._ready))
         buffer[:size] = self._ready[:size]
         self._ready = self._ready[size:]
         return size
 
-    def _unpack(self, packed: bytes) -> None:
-        parts = []
-        try:
-            while packed:
-                if self._frame is None:
-                    self._frame = self._library.ZstdDecompressor(
-                        max_window_size=_MOST_WINDOW
-                    ).decompressobj()
-                parts.append(self._frame.decompress(packed))
-                packed = self._frame.unused_data if self._frame.eof else b""
-                if self._frame.eof:
-                    self._frame = None
-        except self._library.ZstdError as error:
-            # After what came before it.
-            self._damage = error
-        self._ready = memoryview(b"".join(parts))
+
+def _unzstd_parts(packed: BinaryIO, zstandard: Any) -> Iterator[bytes]:
+    """Decompresses any number of frames. At the end raises `BadRecord` if the last frame is incomplete."""
+    frame = None
+    while piece := packed.read(_PACKED_PIECE):
+        while piece:
+            if frame is None:
+                frame = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW).decompressobj()
+            yield frame.decompress(piece)
+            piece = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame is not None:
+        raise BadRecord("truncated file", "the file ends within a zstd frame")
 
 
 @contextlib.contextmanager
 def opened(file: str) -> Iterator[BinaryIO]:
-    """The unpacked bytes of a file. Raises `BadRecord` where packed ones make no sense."""
+    """Opens a file for reading its decompressed bytes. Raises `BadRecord` where compressed bytes are damaged."""
     opener = library("fsspec", file).open if "://" in file else open
     damaged: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
     if file.endswith(".zst"):
@@ -159,7 +176,7 @@ def opened(file: str) -> Iterator[BinaryIO]:
         try:
             if file.endswith(".gz"):
                 with gzip.GzipFile(fileobj=packed) as unpacked:
-                    yield unpacked
+                    yield cast(BinaryIO, unpacked)
             elif file.endswith(".zst"):
                 yield io.BufferedReader(_Unzstd(packed, file), _PIECE)
             else:
@@ -168,8 +185,8 @@ def opened(file: str) -> Iterator[BinaryIO]:
             raise BadRecord("damaged file", f"the packed bytes are damaged ({error})") from error
 
 
-def lines(file: BinaryIO, start: Place) -> Iterator[tuple[Place, bytes | BadRecord]]:
-    """Lines, from `start` on, which has to be where the file stands; of one that is too long nothing but that it was there."""
+def _lines(file: BinaryIO, start: Place) -> Iterator[tuple[Place, bytes | BadRecord]]:
+    """The lines from the file's position on, which `start` describes; a `BadRecord` in place of a line that is too long."""
     number, offset = start.number, start.offset
     while line := file.readline(MOST_BYTES):
         place, size = Place(number, offset), len(line)
@@ -186,28 +203,37 @@ def lines(file: BinaryIO, start: Place) -> Iterator[tuple[Place, bytes | BadReco
 def lines_from(
     name: str, file: BinaryIO, start: Place
 ) -> Iterator[tuple[Place, bytes | BadRecord]]:
-    """The lines of an opened file from `start` on, wherever it stands."""
+    """The lines of a newly opened file from `start` on, each with its place.
+
+    A line of more than `MOST_BYTES` is skipped, and a `BadRecord` stands in its place.
+
+    Args:
+        name: the file's name, which tells whether it is compressed.
+        file: what `opened(name)` gave.
+        start: the place of the first line to return.
+    """
     if is_seekable(name):
         file.seek(start.offset)
-        yield from lines(file, start)
+        yield from _lines(file, start)
         return
-    # Read as it is from the beginning, so that damage, if there is any, is met at the same line.
-    for place, line in lines(file, START):
+    # Read just as from the beginning, so that damage is met at the same line from whichever place reading begins.
+    for place, line in _lines(file, START):
         if place.number >= start.number:
             yield place, line
 
 
 def too_long(what: str) -> BadRecord:
+    """The bad record for a "line" or "text" of more than `MOST_BYTES`."""
     return BadRecord(f"long {what}", f"the {what} is longer than {MOST_BYTES >> 20} MiB")
 
 
 def is_seekable(file: str) -> bool:
-    """Whether reading from a place in the middle does not mean reading all before it."""
+    """Whether reading can begin at a place in the file without decompressing everything before it."""
     return format_of(file) == ".parquet" or not file.endswith(COMPRESSIONS)
 
 
 def state(file: str) -> tuple[int, int] | None:
-    """What changes when somebody writes to a local file: size in bytes, time in ns; None for a remote one."""
+    """Size in bytes and time of the last change in ns, which show that a local file was written to; None for a remote one."""
     if "://" in file:
         return None
     status = os.stat(file)

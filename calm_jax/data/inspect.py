@@ -1,4 +1,4 @@
-"""Shows what is in a folder of prepared text.
+"""Shows the counts, document lengths and examples of a folder of prepared text, and checks it.
 
 python -m calm_jax.data.inspect prepared/pile/lm [--examples=3] [--checksums]
 """
@@ -11,17 +11,21 @@ import rich.table
 import rich.text
 from absl import app, flags
 
-from calm_jax.command import command, parse_flags
+from calm_jax.cli.command import command
+from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.progress import console
 from calm_jax.data.shards import PreparedText
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
-from calm_jax.metrics import console
 
-_EXAMPLES = flags.DEFINE_integer("examples", 3, "documents to show the beginning of")
-_TOKENS = flags.DEFINE_integer("tokens", 64, "of each of them")
-_CHUNK_SIZE = flags.DEFINE_integer("chunk_size", 0, "K; that of the preparation unless given")
-_ROUND_TRIPS = flags.DEFINE_integer("round_trips", 100, "documents to decode and encode again")
-_CHECKSUMS = flags.DEFINE_bool("checksums", False, "read everything, and compare its SHA-256")
+_EXAMPLES = flags.DEFINE_integer("examples", 3, "documents whose beginning is shown")
+_TOKENS = flags.DEFINE_integer("tokens", 64, "tokens shown of each example")
+_CHUNK_SIZE = flags.DEFINE_integer(
+    "chunk_size", 0, "K, tokens between bars; 0 for that of the preparation"
+)
+_ROUND_TRIPS = flags.DEFINE_integer("round_trips", 100, "documents to decode and tokenise again")
+_CHECKSUMS = flags.DEFINE_bool("checksums", False, "read all shards and compare their SHA-256")
+# Characters of the histogram's longest bar.
 _BAR = 40
 
 
@@ -42,7 +46,7 @@ def _summary(text: PreparedText) -> None:
 
 
 def lengths(text: PreparedText) -> np.ndarray:
-    """Tokens of each document, with all that stands around its text: documents by the power of two that they reach."""
+    """A histogram of documents' lengths in tokens, special ones included: entry P counts lengths from 2**P to 2**(P+1) - 1."""
     counts_P = np.zeros(64, np.int64)
     for number in range(text.num_shards):
         length_D = np.diff(text.bounds(number))
@@ -62,7 +66,14 @@ def _histogram(text: PreparedText) -> None:
 
 
 def with_boundaries(tokens: np.ndarray, first: int, chunk_size: int, tokenizer: Tokenizer) -> str:
-    """The text of tokens, the first of which is the `first` of the whole text, with a bar between chunks."""
+    """The text of tokens, with a bar between chunks and names in place of special tokens.
+
+    Args:
+        tokens: consecutive tokens of the whole text.
+        first: the place of the first of them in the whole text, whose chunks begin at multiples of `chunk_size`.
+        chunk_size: K, tokens per chunk.
+        tokenizer: decodes the tokens.
+    """
     names = {tokenizer.bos_id: "⟨bos⟩", tokenizer.eos_id: "⟨eos⟩", tokenizer.pad_id: "⟨pad⟩"}
     shown: list[str] = []
     pending: list[int] = []
@@ -75,17 +86,17 @@ def with_boundaries(tokens: np.ndarray, first: int, chunk_size: int, tokenizer: 
             continue
         pending.append(token)
         piece = tokenizer.decode(pending)
-        # A character may need several tokens; what never becomes one is shown as it is.
+        # A character may take several tokens. After 8 the bytes are taken for invalid UTF-8 and shown as they decode.
         if not piece.endswith("\ufffd") or len(pending) > 8:
             shown.append(piece)
             pending = []
     shown.append(tokenizer.decode(pending) if pending else "")
-    # A line break would hide where a chunk ends.
+    # Real line breaks would make the places of bars hard to see.
     return "".join(shown).replace("\n", "⏎")
 
 
 def _examples(text: PreparedText, number: int, size: int, chunk_size: int) -> None:
-    """Of documents evenly spaced over the shards."""
+    """Prints the first `size` tokens of `number` documents, evenly spaced over the shards."""
     shards = [text.num_shards * i // number for i in range(number)]
     for place, shard in enumerate(shards):
         starts_D = text.bounds(shard)[:-1]
@@ -98,7 +109,7 @@ def _examples(text: PreparedText, number: int, size: int, chunk_size: int) -> No
 
 
 def round_trips(text: PreparedText, most: int) -> tuple[int, int]:
-    """Documents whose text gives the same tokens again, and how many were tried."""
+    """Decodes and tokenises again up to `most` documents; returns how many gave the same tokens, and how many were tried."""
     tokenizer, stride = text.tokenizer, max(1, text.num_documents // most)
     special = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id]
     same = tried = 0
@@ -124,7 +135,7 @@ def main(argv: list[str]) -> None:
         same, tried = round_trips(text, _ROUND_TRIPS.value)
         note = ""
         if same < tried and text.options["packing"] == "published":
-            note = " (the published packing cuts documents off, also inside a word)"
+            note = " (the published packing cuts documents, sometimes inside a word)"
         print(
             f"\n{same} of {tried} documents give the same tokens when their text is tokenised again{note}"
         )

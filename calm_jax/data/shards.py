@@ -1,12 +1,12 @@
-"""Prepared text: shards of tokens that any block can be read from, and the index of a folder of them.
+"""Prepared text: a folder of token shards on disk, from which blocks are read at random.
 
-A folder holds `index.json`, the tokenizer, and a folder for each shard with
+The folder holds `index.json`, `tokenizer/`, and a folder for each shard with
 
-    pages.npy       tokens in pages of 1024, each with its CRC-32: every read is checked, whatever it reads
-    documents.npy   where documents begin, in tokens of the shard, and where the last one ends
+    pages.npy       tokens in pages of 1024, each page with its CRC-32, which is checked at every read
+    documents.npy   the token of the shard at which each document begins, and the shard's number of tokens
     shard.json      the numbers of documents and tokens, and the SHA-256 of both files
 
-Shards one after the other are one text. It is not cut into blocks, so that one folder serves blocks of any size.
+The shards in order are one text. It is not cut into blocks, so that one folder serves blocks of any size.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from typing import IO
 
 import numpy as np
 
-from calm_jax.data.blocks import MASKED, document_blocks
+from calm_jax.data.packing import MASKED, document_blocks
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from calm_jax.errors import UserError
 
@@ -29,8 +29,7 @@ FORMAT = "calm_jax tokens 1"
 PAGE = 1024
 PAGES, DOCUMENTS, SHARD, INDEX = "pages.npy", "documents.npy", "shard.json", "index.json"
 
-
-# What a reader has to know of how the text was prepared.
+# The options of the preparation that readers of the text use.
 _OPTIONS = (
     "append_eos",
     "align_documents_to_chunks",
@@ -43,15 +42,15 @@ _AGAIN = "give the command that prepared it again"
 
 
 def page_type(vocab_size: int) -> np.dtype:
-    """One page: its tokens, as small as the vocabulary allows, and the checksum of their bytes."""
+    """The dtype of one page: its tokens, uint16 or uint32 by the vocabulary's size, and the CRC-32 of their bytes."""
     token = "<u2" if vocab_size <= 2**16 else "<u4"
     return np.dtype([("tokens", token, (PAGE,)), ("crc32", "<u4")])
 
 
 class ShardWriter:
-    """Writes one shard's files into `folder` as documents come; whole, and safe on disk, when a `with` ends well.
+    """Writes the files of one shard, in the memory of a few pages.
 
-    The memory is that of a few pages.
+    Used in a `with`: the files are complete and synced to disk when it ends without an error.
     """
 
     def __init__(self, folder: pathlib.Path, vocab_size: int):
@@ -63,7 +62,7 @@ class ShardWriter:
         self._write_header()
 
     def add(self, tokens: np.ndarray) -> None:
-        """A document's tokens, bos first."""
+        """Appends a document: its tokens with the special tokens around them."""
         self._starts.append(self._num_tokens)
         self._pending.append(tokens)
         self._num_pending += len(tokens)
@@ -92,7 +91,7 @@ class ShardWriter:
 
     def _finish(self) -> None:
         self._flush(-(-self._num_pending // PAGE))
-        # numpy leaves room in a header for any number of rows.
+        # The second header overwrites the first: numpy pads headers so that any number of rows fits.
         self._file.seek(0)
         self._write_header()
         self._file.flush()
@@ -102,7 +101,7 @@ class ShardWriter:
             np.lib.format.write_array_header_1_0(
                 file, np.lib.format.header_data_from_array_1_0(bounds)
             )
-            # Unlike numpy's own way, this says that a disk is full.
+            # `np.save` does not report a full disk; `write` and `fsync` do.
             file.write(bounds.tobytes())
             file.flush()
             os.fsync(file.fileno())
@@ -126,19 +125,26 @@ class ShardWriter:
 
 
 def sha256(path: pathlib.Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_prepared(folder: str) -> bool:
-    """Whether a name is that of a folder of prepared text."""
+    """Whether an entry of `data.train_files` names an existing folder, which must then be prepared text."""
     return "://" not in folder and os.path.isdir(folder) and not any(c in folder for c in "*?[")
 
 
 class PreparedText:
-    """A folder of prepared text, opened: its tokens are one long text that any part can be read of.
+    """A folder of prepared text, as one long sequence of tokens with random access.
 
-    Raises `UserError` if the folder is not whole; every read, if what it reads is damaged.
+    The constructor raises `UserError` if the folder is incomplete; every read raises it if what it reads is damaged.
+
+    Attributes:
+        folder: the folder.
+        index: the content of its `index.json`.
+        num_documents, num_tokens: documents and tokens of all shards.
+        options: the options of the preparation.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -151,11 +157,12 @@ class PreparedText:
         sizes = [shard["tokens"] for shard in self._shards]
         self._first_S = np.cumsum([0, *sizes])
         self._header = [self._check_size(shard) for shard in self._shards]
-        # Fewer than a process may open, as a rule.
+        # Open files are cached; their number stays far below the usual limit of a process.
         self._opened = functools.lru_cache(maxsize=128)(self._open)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens. Raises `UserError` if it is missing, damaged or another one."""
         tokenizer = load_tokenizer(self.folder / "tokenizer")
         if tokenizer.description != self.index["tokenizer"]:
             raise UserError(
@@ -165,17 +172,17 @@ class PreparedText:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Equal for two folders with the same tokens."""
+        """A hash of the index, which holds the checksums of all tokens: equal for folders with the same tokens."""
         return hashlib.sha256(json.dumps(self.index).encode()).hexdigest()[:16]
 
     def _damaged(self, shard: dict, what: str) -> UserError:
         path = self.folder / shard["name"]
         return UserError(
-            f"{path}: {what}: delete this folder, and give the command that prepared {self.folder} again, which makes it anew"
+            f"{path}: {what}: delete this folder, and give the command that prepared {self.folder} again to restore it"
         )
 
     def _check_size(self, shard: dict) -> int:
-        """Raises `UserError` if a shard has not the size that it should have; returns that of its header, in bytes."""
+        """The size of the header of a shard's pages, in bytes. Raises `UserError` if the shard's files have wrong sizes."""
         path = self.folder / shard["name"] / PAGES
         body = -(-shard["tokens"] // PAGE) * self._type.itemsize
         try:
@@ -192,7 +199,7 @@ class PreparedText:
         return open(path, "rb", buffering=0)
 
     def tokens(self, first: int, size: int) -> np.ndarray:
-        """The tokens from `first` on, int32 [size], checked."""
+        """Reads `size` tokens from `first` on, int32 [size]. Raises `UserError` if a page's checksum is wrong."""
         number = int(np.searchsorted(self._first_S, first, side="right")) - 1
         parts = [np.zeros(0, np.int32)] if not size else []
         while size:
@@ -225,13 +232,16 @@ class PreparedText:
         return tokens.astype(np.int32)
 
     def bounds(self, number: int) -> np.ndarray:
-        """Where the documents of a shard begin and the last one ends, in tokens of the whole text, int64 [documents + 1]."""
+        """The tokens at which the documents of a shard begin and the last one ends, int64 [documents + 1].
+
+        Positions count from the beginning of the whole text. Raises `UserError` if the file is damaged.
+        """
         self._check_file(number, DOCUMENTS)
         bounds = np.load(self.folder / self._shards[number]["name"] / DOCUMENTS)
         return bounds + self._first_S[number]
 
     def starts(self) -> np.ndarray:
-        """Where all documents begin, in tokens of the whole text, int64 [documents]."""
+        """The token at which each document of the whole text begins, int64 [documents]."""
         return np.concatenate([self.bounds(number)[:-1] for number in range(self.num_shards)])
 
     @property
@@ -239,7 +249,7 @@ class PreparedText:
         return len(self._shards)
 
     def documents(self, stride: int) -> Iterator[np.ndarray]:
-        """Every `stride`-th document, with all that stands around its text."""
+        """The tokens of every `stride`-th document, special tokens included."""
         count = 0
         for number in range(self.num_shards):
             bounds = self.bounds(number)
@@ -249,7 +259,7 @@ class PreparedText:
             count += num_documents
 
     def check(self, number: int) -> None:
-        """Raises `UserError` unless a shard's files are byte for byte what was written."""
+        """Reads a whole shard. Raises `UserError` if the SHA-256 of one of its files is wrong."""
         for name in self._shards[number]["sha256"]:
             self._check_file(number, name)
 
@@ -275,8 +285,8 @@ def _read_index(folder: pathlib.Path) -> dict:
         _ = [index["options"][name] for name in _OPTIONS], index["tokenizer"]["vocab_size"]
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
-            f"{folder} has no {INDEX}: it is no prepared text, or not to its end (python -m calm_jax.data.prepare); files "
-            f"in it are named by a glob, such as {folder}/*.jsonl"
+            f"{folder} has no {INDEX}: it is no prepared text, or its preparation has not finished (python -m "
+            f"calm_jax.data.prepare); to read files in it give a glob, such as {folder}/*.jsonl"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error!r}): {_AGAIN}") from error
@@ -291,7 +301,11 @@ def _read_index(folder: pathlib.Path) -> dict:
 class PreparedBlocks:
     """Blocks of a prepared text: a random-access source of {"tokens", "targets"}, int32 [block_tokens] each.
 
-    Running text, or, with `first_N` and `size_N`, blocks of whole documents, filled up with masked pads.
+    Attributes:
+        text: the text.
+        block_tokens: tokens of a block.
+        first_N, size_N: the first token and the number of tokens of each block, which is filled up with masked pads;
+            None for consecutive full blocks.
     """
 
     text: PreparedText
@@ -317,12 +331,12 @@ class PreparedBlocks:
         return {"tokens": tokens, "targets": targets}
 
     def targets(self, index_N: np.ndarray) -> np.ndarray:
-        """The targets of some blocks, [N, T]."""
+        """The targets of the blocks `index_N`, [N, T]."""
         return np.stack([self[index]["targets"] for index in index_N])
 
 
 def prepared_blocks(text: PreparedText, block_tokens: int, packing: str) -> PreparedBlocks:
-    """The blocks of a prepared text; no block of whole documents reaches over two shards."""
+    """The blocks of a prepared text. With `packing="documents"` a block holds whole documents of a single shard."""
     if packing != "documents":
         return PreparedBlocks(text, block_tokens)
     nothing = np.zeros(0, np.int64)

@@ -1,18 +1,18 @@
-"""Makes a workdir of a published PyTorch checkpoint, without PyTorch.
+"""Converts a published PyTorch checkpoint to a workdir, without PyTorch.
 
     python -m calm_jax.interop.convert --source=SRC --workdir=DIR [--autoencoder=SRC] [--tokenizer=FILE] [--dry_run]
         [--config.KEY=VALUE ...]
 
-SRC is a folder with config.json and weights, or the name of a repository of the Hugging Face hub. The workdir
-is one that evaluation, generation and further training take; its recipe is the published one with the
-checkpoint's model, and the keys that are given. It appears under its name only when it is whole.
+SRC is a folder with config.json and weights, or the name of a repository on the Hugging Face hub. The workdir can be
+evaluated, generated from and trained further; its recipe is the published recipe with the checkpoint's model and the
+given keys. DIR gets its name only when it is complete.
 """
 
 import dataclasses
 import pathlib
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import flax.traverse_util
 import jax
@@ -22,56 +22,63 @@ from absl import app, flags
 from jax.sharding import Mesh, NamedSharding
 from ml_collections import config_flags
 
-from calm_jax import metrics
-from calm_jax.atomic import beside, refuse_existing
-from calm_jax.checkpoint import save_params
-from calm_jax.command import command, parse_config_flags
+from calm_jax.cli import progress
+from calm_jax.cli.command import command
+from calm_jax.cli.files import beside, refuse_existing
+from calm_jax.cli.flags import parse_config_flags
 from calm_jax.config import as_dict
 from calm_jax.errors import UserError
 from calm_jax.interop import names
-from calm_jax.interop.plan import Part, Plan, check_twins, make_plan
+from calm_jax.interop.conversion import Part, Plan, check_copies, make_plan
 from calm_jax.interop.source import find_tokenizer, folder_of
-from calm_jax.mesh import MeshConfig, make_mesh, spec_of
-from calm_jax.workdir import Workdir
+from calm_jax.parallel.mesh import MeshConfig, make_mesh, spec_of
+from calm_jax.run.workdir import Workdir
+from calm_jax.training.checkpoint import save_params
 from configs import ar_m, common
 
-_SOURCE = flags.DEFINE_string("source", "", "folder of a published checkpoint, or owner/name")
+_SOURCE = flags.DEFINE_string(
+    "source", "", "folder of a published checkpoint, or owner/name on the hub"
+)
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder to make")
 _AUTOENCODER = flags.DEFINE_string(
-    "autoencoder", "", "the autoencoder of a language model that has none inside, as --source"
+    "autoencoder",
+    "",
+    "the autoencoder's checkpoint, as --source, for a language model that does not include it",
 )
 _TOKENIZER = flags.DEFINE_string(
-    "tokenizer", "", "tokenizer file, or bytes; unless given, the one in the source's folder"
+    "tokenizer", "", "tokenizer file, or bytes; by default the tokenizer in the source's folder"
 )
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "print what would become what, and write nothing")
+_DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "print which tensor becomes which parameter, and write nothing"
+)
 
 
 def _place(row: names.Row, value: np.ndarray, mesh: Mesh) -> jax.Array:
-    """A parameter on the mesh, each device holding its part."""
+    """A parameter on the mesh; each device holds its shard."""
     sharding = NamedSharding(mesh, spec_of(row.parameter, value.shape, mesh))
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 class _Bar:
-    """How many bytes of parameters have been read; on a terminal alone."""
+    """A progress bar of the bytes of parameters read; shown only on a terminal."""
 
-    def __init__(self, total: int):
+    def __init__(self, total: int) -> None:
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}"),
             rich.progress.BarColumn(),
             rich.progress.DownloadColumn(binary_units=True),
             rich.progress.TransferSpeedColumn(),
             rich.progress.TimeRemainingColumn(),
-            console=metrics.console(),
-            disable=not metrics.console().is_terminal,
+            console=progress.console(),
+            disable=not progress.console().is_terminal,
         )
         self._task = self._bar.add_task("converting", total=total)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def add(self, num_bytes: int) -> None:
@@ -79,7 +86,7 @@ class _Bar:
 
 
 def _parameters(part: Part, mesh: Mesh, bar: _Bar) -> Mapping[str, Any]:
-    """A part's parameters, one after the other: beside those that are done, one at a time is in memory."""
+    """A stage's parameters on the mesh, read one after the other: at most one has a second copy in memory."""
     flat = {}
     for row in part.rows:
         value = names.read_parameter(row, part.weights)
@@ -90,23 +97,27 @@ def _parameters(part: Part, mesh: Mesh, bar: _Bar) -> Mapping[str, Any]:
 
 
 def _check_pad_row(part: Part, params: Mapping[str, Any], pad_id: int) -> None:
-    """Raises `UserError` if the backbone's embedding of pads is not zero, as it is in computing whatever is stored."""
+    """Raises `UserError` unless the backbone's embedding of the pad token is zero: the model here embeds pads as zero."""
     if params["embed"]["tokens"]["embedding"][pad_id].any():
         raise UserError(
-            f"{part.weights.folder}: row {pad_id} of transformer.embed_tokens.weight, the pad token's, is not zero: no "
-            "model of the published code has that"
+            f"{part.weights.folder}: row {pad_id} of transformer.embed_tokens.weight, the pad token's embedding, is not zero, "
+            "as it is in every model of the published code"
         )
 
 
 def convert(plan: Plan, path: pathlib.Path) -> None:
-    """Writes the workdir of a plan. Raises `UserError` for weights that are damaged, and leaves nothing then."""
+    """Writes the workdir of a plan.
+
+    Raises:
+      UserError: if weights are damaged or `path` cannot be written; nothing is left at `path` then.
+    """
     mesh = make_mesh(plan.config.mesh)
-    # The mesh of the conversion is not that of whoever uses it.
+    # The conversion's mesh is not stored in the workdir, which may be used on other devices.
     config = dataclasses.replace(plan.config, mesh=MeshConfig(data=-1, fsdp=1, tensor=1))
     about = {"config": as_dict(config), "tokenizer": plan.tokenizer.fingerprint}
     with beside(path) as unfinished, jax.set_mesh(mesh), _Bar(4 * plan.num_parameters) as bar:
         workdir = Workdir(unfinished)
-        check_twins(plan)
+        check_copies(plan)
         for part in plan.parts:
             params = _parameters(part, mesh, bar)
             if part.stage == "lm" and plan.config.has_autoencoder:
@@ -118,14 +129,14 @@ def convert(plan: Plan, path: pathlib.Path) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """The table of what becomes what."""
-    rows = [("parameter", "published tensor", "shape", "from", "MiB")]
+    """Prints the table of parameters and the published tensors that they are made of."""
+    table = [("parameter", "published tensor", "shape", "from", "MiB")]
     for part in plan.parts:
         for row in part.rows:
             shape = part.shape(row)
             size = 4 * int(np.prod(shape))
             dtypes = {str(part.weights.tensors[name].dtype) for name in row.published_names()}
-            rows.append(
+            table.append(
                 (
                     f"{part.stage}/{row.parameter}",
                     row.published,
@@ -134,12 +145,11 @@ def print_plan(plan: Plan) -> None:
                     f"{size / 2**20:,.2f}",
                 )
             )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        # Not a table that is drawn to a terminal's width: no name may be cut.
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        # Not rich's table, which fits the terminal's width and would cut names.
+        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        print(line.rstrip())
     size = 4 * plan.num_parameters
     print(f"{plan.num_parameters:,} parameters, {size / 2**20:,.1f} MiB as float32")
 
@@ -147,8 +157,8 @@ def print_plan(plan: Plan) -> None:
 def _print_notes(plan: Plan) -> None:
     for note in plan.notes:
         print(f"note: {note}")
-    if plan.twins:
-        print(f"tensors that are there twice, bitwise the same: {len(plan.twins)}")
+    if plan.copies:
+        print(f"tensors that are copies of others: {len(plan.copies)}")
     for name in plan.left_over:
         print(f"left over, not used: {name!r}")
 

@@ -1,10 +1,10 @@
-"""Writes a workdir's model as the published PyTorch code lays it out.
+"""Writes a workdir's model as a checkpoint of the published PyTorch code.
 
     python -m calm_jax.interop.export --workdir=DIR --target=OUT [--ae_path=PATH]
 
-OUT gets config.json, model.safetensors and the tokenizer's file. A language model over latents carries its
-autoencoder inside, and once more in OUT/autoencoder, where the published code looks for it: `ae_path` in
-config.json, a path from where that code will run. OUT appears under its name only when it is whole.
+OUT gets config.json, model.safetensors and the tokenizer's file. The checkpoint of a CALM model includes its
+autoencoder, which is also written to OUT/autoencoder: the published code loads it from `ae_path` in config.json, a path
+as seen from where that code will run. OUT gets its name only when it is complete.
 """
 
 import json
@@ -17,22 +17,25 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from calm_jax import checkpoint
-from calm_jax.atomic import beside
-from calm_jax.command import command, parse_flags
+from calm_jax.build import make_autoencoder_task, make_lm_task
+from calm_jax.cli.command import command
+from calm_jax.cli.files import beside
+from calm_jax.cli.flags import parse_flags
 from calm_jax.data.tokenizers import ByteTokenizer, Llama3Tokenizer, Tokenizer
 from calm_jax.errors import UserError
 from calm_jax.interop import names, published
-from calm_jax.mesh import MeshConfig, make_mesh
+from calm_jax.models.heads.softmax import SoftmaxHeadConfig
+from calm_jax.parallel.mesh import MeshConfig, make_mesh
+from calm_jax.run.workdir import Workdir
 from calm_jax.tasks import AutoencoderTask, LmTask
-from calm_jax.workdir import Workdir, make_autoencoder_task, make_lm_task
+from calm_jax.training import checkpoint
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained run")
 _TARGET = flags.DEFINE_string("target", "", "folder to make")
 _AE_PATH = flags.DEFINE_string(
     "ae_path",
     "",
-    "where the published code will find the autoencoder; TARGET/autoencoder unless given",
+    "folder where the published code will find the autoencoder; TARGET/autoencoder unless given",
 )
 _AUTOENCODER_FOLDER = "autoencoder"
 
@@ -40,7 +43,7 @@ _AUTOENCODER_FOLDER = "autoencoder"
 def _tensors(
     rows: list[names.Row], workdir: Workdir, stage: str, task: AutoencoderTask | LmTask
 ) -> dict[str, np.ndarray]:
-    """A stage's published tensors. Each parameter is let go when its tensors are made."""
+    """A stage's published tensors, by name. Each parameter is released once its tensors are copied."""
     mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1), jax.devices()[:1])
     flat = flax.traverse_util.flatten_dict(workdir.load_params(stage, task, mesh), sep="/")
     tensors = {}
@@ -51,14 +54,15 @@ def _tensors(
 
 
 def _write(folder: pathlib.Path, values: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """Writes config.json and model.safetensors."""
     try:
         import safetensors.numpy
     except ImportError as error:
         raise UserError("writing needs safetensors: pip install 'calm_jax[interop]'") from error
     try:
-        # "pt" is what Hugging Face's loader asks for.
+        # Hugging Face's loader requires this metadata.
         safetensors.numpy.save_file(
-            names.with_twins(tensors), folder / "model.safetensors", metadata={"format": "pt"}
+            names.with_aliases(tensors), folder / "model.safetensors", metadata={"format": "pt"}
         )
     except safetensors.SafetensorError as error:
         raise UserError(f"{folder}/model.safetensors cannot be written ({error})") from error
@@ -76,9 +80,19 @@ def _write_tokenizer(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
 
 
 def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
-    """Writes what a workdir has trained, the language model if there is one; the number of its parameters.
+    """Writes the model of a workdir: the language model if it is trained, else the autoencoder.
 
-    Raises `UserError` for what the published code cannot express, before anything is read.
+    Args:
+      workdir: of the trained model.
+      target: folder to make.
+      ae_path: folder of the autoencoder, as seen from where the published code will run.
+
+    Returns:
+      The number of parameters, including those of the autoencoder.
+
+    Raises:
+      UserError: if no stage is trained, the published code hard-codes another value for a key of the recipe (this is
+        checked before any parameter is read), `target` exists, or writing fails.
     """
     config, tokenizer = workdir.config, workdir.tokenizer
     has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
@@ -89,30 +103,30 @@ def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
         if has_lm
         else published.autoencoder_values(config, tokenizer)
     )
-    inside: dict[str, np.ndarray] = {}
+    written: dict[str, np.ndarray] = {}
     with beside(target) as folder:
         if config.has_autoencoder:
-            task = make_autoencoder_task(config, tokenizer)
+            autoencoder = make_autoencoder_task(config, tokenizer)
             rows = names.autoencoder_rows(config.autoencoder.model)
-            tensors = _tensors(rows, workdir, "autoencoder", task)
+            tensors = _tensors(rows, workdir, "autoencoder", autoencoder)
             own = folder / _AUTOENCODER_FOLDER if has_lm else folder
             own.mkdir(exist_ok=True)
             _write(own, published.autoencoder_values(config, tokenizer), tensors)
             _write_tokenizer(own, tokenizer)
-            inside = {
+            written = {
                 f"{names.AUTOENCODER_PREFIX}{name}": tensor for name, tensor in tensors.items()
             }
         if has_lm:
-            task = make_lm_task(config, tokenizer, config.eval.published)
+            lm = make_lm_task(config, tokenizer, config.eval.published)
             rows = (
-                names.calm_rows(config.lm.model, config.lm.head)
-                if config.has_autoencoder
-                else names.autoregressive_rows(config.lm.model, tied=False)
+                names.autoregressive_rows(config.lm.model, tied=False)
+                if isinstance(config.lm.head, SoftmaxHeadConfig)
+                else names.calm_rows(config.lm.model, config.lm.head)
             )
-            inside |= _tensors(rows, workdir, "lm", task)
-            _write(folder, values, inside)
+            written |= _tensors(rows, workdir, "lm", lm)
+            _write(folder, values, written)
             _write_tokenizer(folder, tokenizer)
-    return sum(tensor.size for tensor in inside.values())
+    return sum(tensor.size for tensor in written.values())
 
 
 @command

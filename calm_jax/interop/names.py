@@ -1,8 +1,7 @@
-"""Which published tensor is which parameter, as one table for each kind of model.
+"""Maps published tensors to parameters and back, by one table for each kind of model.
 
-A row is (parameter, published name, transform). `{i}` in a published name counts the layers that are
-stacked along the parameter's first axis, from the row's first layer on. A transform turns one
-published tensor into one parameter (of one layer), and back.
+A table is a list of `Row`s, one for each parameter. Parameters of layers are stacked along their first axis here, and
+separate tensors in the published code: `{i}` in a row's published name stands for the layer.
 """
 
 import dataclasses
@@ -12,7 +11,7 @@ import flax.traverse_util
 import numpy as np
 
 from calm_jax.errors import UserError
-from calm_jax.heads import HeadConfig
+from calm_jax.interop.published import LatentHeadConfig
 from calm_jax.interop.weights import TensorInfo, Weights
 from calm_jax.models.autoencoder import AutoencoderConfig
 from calm_jax.models.transformer import TransformerConfig
@@ -20,19 +19,19 @@ from calm_jax.models.transformer import TransformerConfig
 
 @dataclasses.dataclass(frozen=True)
 class Transform:
-    """`read` takes a published tensor to a parameter, `write` takes it back."""
+    """`read` turns one published tensor into a parameter (of one layer), and `write` is its inverse. Both return views."""
 
     read: Callable[[np.ndarray], np.ndarray]
     write: Callable[[np.ndarray], np.ndarray]
 
 
-# A published Linear is stored [out, in], the transpose of a kernel here.
+# The weight of a published Linear is [out, in], the transpose of a kernel here.
 SAME = Transform(lambda x: x, lambda x: x)
 LINEAR = Transform(lambda x: x.T, lambda x: x.T)
 
 
 def heads_out(num_heads: int) -> Transform:
-    """A projection to heads: [H*A, D] <-> [D, H, A]."""
+    """The query, key or value projection: [H*A, D] <-> [D, H, A]."""
     return Transform(
         lambda x: x.T.reshape(x.shape[1], num_heads, -1),
         lambda x: x.reshape(x.shape[0], -1).T,
@@ -40,7 +39,7 @@ def heads_out(num_heads: int) -> Transform:
 
 
 def heads_in(num_heads: int) -> Transform:
-    """A projection from heads: [D, H*A] <-> [H, A, D]."""
+    """The attention's output projection: [D, H*A] <-> [H, A, D]."""
     return Transform(
         lambda x: x.T.reshape(num_heads, -1, x.shape[0]),
         lambda x: x.reshape(-1, x.shape[-1]).T,
@@ -49,7 +48,15 @@ def heads_in(num_heads: int) -> Transform:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """`num_layers` 0 means that the parameter is not stacked."""
+    """One parameter and its published tensors.
+
+    Attributes:
+      parameter: path of the parameter, such as `embed/norm/scale`.
+      published: name of the published tensor, with `{i}` for the layer of a stacked parameter.
+      transform: between one published tensor and the parameter (of one layer).
+      num_layers: layers along the parameter's first axis; 0 if the parameter is not stacked.
+      first_layer: published number of the first of these layers.
+    """
 
     parameter: str
     published: str
@@ -58,6 +65,7 @@ class Row:
     first_layer: int = 0
 
     def published_names(self) -> list[str]:
+        """The names of the parameter's tensors, in the order of their layers."""
         if not self.num_layers:
             return [self.published]
         layers = range(self.first_layer, self.first_layer + self.num_layers)
@@ -85,7 +93,7 @@ def _stacked(rows: Iterator[Row], num_layers: int, first_layer: int = 0) -> Iter
 
 
 def autoencoder_rows(config: AutoencoderConfig) -> list[Row]:
-    """The table of an autoencoder. `decoder.lm_head_weight` is the embedding once more."""
+    """The table of an autoencoder; `decoder.lm_head_weight`, an alias of the embedding, has no row."""
 
     def layers(parameter: str, published: str) -> Iterator[Row]:
         yield Row(f"{parameter}/norm/scale", f"{published}.{{i}}.layernorm.weight")
@@ -132,7 +140,7 @@ def _transformer_rows(config: TransformerConfig, prefix: str) -> list[Row]:
 
 
 def backbone_rows(config: TransformerConfig) -> list[Row]:
-    """The table of the chunk embedding and the transformer, for every latent head."""
+    """The table of CALM's chunk embedding and transformer, which are the same for every latent head."""
     return [
         Row("embed/tokens/embedding", "transformer.embed_tokens.weight"),
         *_linear("embed/up", "embed_proj.0"),
@@ -145,7 +153,9 @@ def backbone_rows(config: TransformerConfig) -> list[Row]:
 def autoregressive_rows(config: TransformerConfig, tied: bool) -> list[Row]:
     """The table of the autoregressive baseline, which is Hugging Face's Llama.
 
-    tied: whether one published tensor is both embedding and output; here they are always two.
+    Args:
+      config: of the transformer.
+      tied: whether one published tensor is both embedding and output; they are always two parameters here.
     """
     embedding = "model.embed_tokens.weight"
     return [
@@ -156,7 +166,7 @@ def autoregressive_rows(config: TransformerConfig, tied: bool) -> list[Row]:
 
 
 def energy_head_rows(num_blocks: int) -> list[Row]:
-    """The table of an energy head. The published file holds it twice; `generative_head.` is a copy."""
+    """The table of an energy head. The published file holds the head twice, as `generative_head.`, too."""
 
     def block() -> Iterator[Row]:
         parameter, published = "head/blocks", "mlp_generator.mlp_blocks.{i}"
@@ -180,7 +190,7 @@ def energy_head_rows(num_blocks: int) -> list[Row]:
 
 
 def adaln_head_rows(num_blocks: int) -> list[Row]:
-    """The table of a diffusion or flow head; both have the same network."""
+    """The table of a diffusion or flow head: both have the same network."""
     net, published = "head/net", "generative_head.net"
 
     def block() -> Iterator[Row]:
@@ -201,60 +211,68 @@ def adaln_head_rows(num_blocks: int) -> list[Row]:
     ]
 
 
-def calm_rows(config: TransformerConfig, head: HeadConfig) -> list[Row]:
-    """The table of a language model over latents."""
+def calm_rows(config: TransformerConfig, head: LatentHeadConfig) -> list[Row]:
+    """The table of a CALM language model, without its autoencoder."""
     head_rows = energy_head_rows if head.name == "energy" else adaln_head_rows
     return [*backbone_rows(config), *head_rows(head.num_blocks)]
 
 
 def prefixed(rows: list[Row], prefix: str) -> list[Row]:
-    """The table of a model that is part of a larger published one."""
+    """The table of a model that is a submodule of another published model."""
     return [dataclasses.replace(row, published=prefix + row.published) for row in rows]
 
 
-# What the names of an autoencoder inside a language model begin with.
+# Prefix of the tensors of an autoencoder inside a language model's checkpoint.
 AUTOENCODER_PREFIX = "ae_model."
-# Published code that has two names for one tensor saves it under both, or under either. Tables have the first.
-_TWINS = (
+# The published code has two names for some tensors, and saves them under both or under one. Tables have the first name.
+_ALIASES = (
     ("mlp_generator.", "generative_head."),
     ("encoder.embed_tokens.weight", "decoder.lm_head_weight"),
 )
 
 
-def twin(name: str) -> str | None:
-    """The other name of a published tensor that has two."""
-    for pair in _TWINS:
+def alias(name: str) -> str | None:
+    """The other name of a published tensor, or None if it has only one."""
+    for pair in _ALIASES:
         for one, other in (pair, pair[::-1]):
             if one in name:
                 return name.replace(one, other)
     return None
 
 
-def with_twins(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Published tensors, under both names where the published code saves them under two."""
+def with_aliases(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Published tensors under all their names."""
     second = {
         name.replace(one, other): tensor
         for name, tensor in tensors.items()
-        for one, other in _TWINS
+        for one, other in _ALIASES
         if one in name
     }
     return {**tensors, **second}
 
 
 def find(rows: list[Row], tensors: Mapping[str, TensorInfo], like: Mapping) -> list[Row]:
-    """The table with the names under which the tensors are there.
+    """Looks up a table's tensors in a checkpoint and checks their shapes.
 
-    like: a tree of the parameters' shapes. Raises `UserError` that names the tensor which is missing or has
-    another shape, and a parameter that the table does not fill.
+    Args:
+      rows: the table.
+      tensors: the checkpoint's tensors.
+      like: nested dict of the parameters' shapes.
+
+    Returns:
+      The table, with the aliases under which the checkpoint has its tensors.
+
+    Raises:
+      UserError: if a tensor is missing or has another shape, or a parameter has no row.
     """
     shapes = flax.traverse_util.flatten_dict(like, sep="/")
-    # A config that is not this file's may ask for billions of layers.
+    # A damaged config.json can ask for billions of layers, and their names would fill the memory.
     for row in rows:
         if row.num_layers > len(tensors):
             raise UserError(
                 f"config.json asks for {row.num_layers} layers of {row.published}; the checkpoint has {len(tensors)} tensors"
             )
-    found = [_found(row, tensors) for row in rows]
+    found = [_with_saved_name(row, tensors) for row in rows]
     for row in found:
         shape = shapes.pop(row.parameter).shape
         expected = _published_shape(row, shape)
@@ -270,8 +288,9 @@ def find(rows: list[Row], tensors: Mapping[str, TensorInfo], like: Mapping) -> l
     return found
 
 
-def _found(row: Row, tensors: Mapping[str, TensorInfo]) -> Row:
-    other = twin(row.published)
+def _with_saved_name(row: Row, tensors: Mapping[str, TensorInfo]) -> Row:
+    """The row under its alias, if the checkpoint has only that name."""
+    other = alias(row.published)
     if other is None or row.published_names()[0] in tensors:
         return row
     renamed = dataclasses.replace(row, published=other)
@@ -279,41 +298,50 @@ def _found(row: Row, tensors: Mapping[str, TensorInfo]) -> Row:
 
 
 def _published_shape(row: Row, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of each published tensor of a parameter of this shape."""
+    """The shape of each published tensor of a parameter that has shape `shape`."""
     one = shape[1:] if row.num_layers else shape
-    # A view of a single zero takes no memory.
+    # An array of this shape that takes no memory: all its elements are one zero.
     return row.transform.write(np.broadcast_to(np.float32(0), one)).shape
 
 
 def read_parameter(row: Row, weights: Weights) -> np.ndarray:
-    """One parameter, float32: its published tensors one after the other, put where they belong."""
+    """One parameter, contiguous float32. Layers are read one after the other, to save memory."""
     if not row.num_layers:
         return np.ascontiguousarray(row.transform.read(weights.read(row.published)))
-    value = None
-    for layer, name in enumerate(row.published_names()):
-        one = row.transform.read(weights.read(name))
-        if value is None:
-            value = np.empty((row.num_layers, *one.shape), np.float32)
-        value[layer] = one
+    first, *others = row.published_names()
+    layer = row.transform.read(weights.read(first))
+    value = np.empty((row.num_layers, *layer.shape), np.float32)
+    value[0] = layer
+    for index, name in enumerate(others, 1):
+        value[index] = row.transform.read(weights.read(name))
     return value
 
 
 def read_parameters(rows: list[Row], weights: Weights, like: Mapping) -> dict:
-    """A nested dict of float32 parameters, of the shapes of `like`. Raises `UserError` as `find` does."""
+    """All parameters as a nested dict of float32 arrays.
+
+    Args:
+      rows: the table.
+      weights: the checkpoint.
+      like: nested dict of the parameters' shapes.
+
+    Raises:
+      UserError: if a tensor is missing, has another shape or cannot be read, or a parameter has no row.
+    """
     found = find(rows, weights.tensors, like)
     flat = {row.parameter: read_parameter(row, weights) for row in found}
     return flax.traverse_util.unflatten_dict(flat, sep="/")
 
 
 def write_parameter(row: Row, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """A parameter's (or gradient's) published tensors by name, as views."""
+    """The published name and tensor of each layer of a parameter or a gradient, as views."""
     layers = value if row.num_layers else [value]
     for name, layer in zip(row.published_names(), layers, strict=True):
         yield name, row.transform.write(layer)
 
 
 def write_parameters(rows: list[Row], params: Mapping) -> dict[str, np.ndarray]:
-    """A nested dict of parameters (or of their gradients) -> published tensors by name, as views."""
+    """The published tensors of a nested dict of parameters or gradients, by name, as views."""
     flat = flax.traverse_util.flatten_dict(params, sep="/")
     return {
         name: tensor

@@ -1,4 +1,4 @@
-"""The `config.json` of published checkpoints, as Hugging Face lays them out: read and written."""
+"""Reads and writes the `config.json` of published checkpoints."""
 
 import pathlib
 from typing import Any
@@ -6,15 +6,17 @@ from typing import Any
 from calm_jax.config import Config
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
-from calm_jax.heads import HeadConfig
-from calm_jax.heads.diffusion import DiffusionHeadConfig
-from calm_jax.heads.energy import EnergyHeadConfig
-from calm_jax.heads.flow import FlowHeadConfig
 from calm_jax.interop.weights import read_json
 from calm_jax.models.autoencoder import AutoencoderConfig
+from calm_jax.models.heads.diffusion import DiffusionHeadConfig
+from calm_jax.models.heads.energy import EnergyHeadConfig
+from calm_jax.models.heads.flow import FlowHeadConfig
+from calm_jax.models.heads.softmax import SoftmaxHeadConfig
 from calm_jax.models.transformer import TransformerConfig
 
-# `architectures[0]` of config.json tells the kind; `model_type` is never written.
+LatentHeadConfig = EnergyHeadConfig | DiffusionHeadConfig | FlowHeadConfig
+
+# The kind of a model is `architectures[0]` in its config.json; the published code does not write `model_type`.
 AUTOENCODER, AUTOREGRESSIVE = "Autoencoder", "LlamaForCausalLM"
 ENERGY, DIFFUSION, FLOW = "EnergyTransformer", "DiffusionTransformer", "FlowTransformer"
 _ARCHITECTURES = (AUTOENCODER, ENERGY, DIFFUSION, FLOW, AUTOREGRESSIVE)
@@ -25,24 +27,30 @@ _ARCHITECTURE_OF = {
     "softmax": AUTOREGRESSIVE,
 }
 
-# What the published code hard-codes: the energy loss's target samples, the diffusion sampler's steps, the
-# flow's solver and steps, the LayerNorms' epsilon, the size of the noise of heads that have no such key.
+# Values that the published code hard-codes: target samples of the energy loss, steps of the diffusion sampler, steps and
+# solver of the flow sampler, epsilon of the LayerNorms.
 _NUM_TARGET_SAMPLES, _DIFFUSION_STEPS, _FLOW_STEPS, _FLOW_SOLVER = 100, 100, 10, "midpoint"
 _LAYER_NORM_EPSILON = 1e-6
-# What the published autoencoder's config.json says, for one that comes without its own.
+# Values in the published autoencoder's config.json, for an autoencoder that comes without one.
 _AE_DROPOUT, _KL_CLAMP, _KL_WEIGHT = 0.15, 0.5, 1e-3
-# No size of a model is larger.
+# Upper bound on any size in config.json.
 _MOST = 2**24
 
 
 class PublishedConfig:
-    """The `config.json` of a published checkpoint; a key that it lacks is a `UserError` that names it."""
+    """The `config.json` of a published checkpoint.
+
+    `config[key]` is the value of a key, and raises `UserError` if the key is missing.
+
+    Attributes:
+      path: of the file, for messages.
+    """
 
     def __init__(self, folder: pathlib.Path):
         self.path = folder / "config.json"
         self._values = read_json(self.path)
         if not isinstance(self._values, dict):
-            raise UserError(f"{self.path} holds no JSON object")
+            raise UserError(f"{self.path} is not a JSON object")
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._values:
@@ -50,19 +58,20 @@ class PublishedConfig:
         return self._values[key]
 
     def has(self, key: str) -> bool:
-        """Whether a key is there with a value."""
+        """Whether a key has a value other than null."""
         return self._values.get(key) is not None
 
     def size(self, key: str) -> int:
-        """A whole number that counts something."""
+        """The value of a key that must be a whole number of at least 1."""
         value = self[key]
         if type(value) is not int or not 1 <= value <= _MOST:
             raise UserError(f"{self.path}: {key}={value!r} must be a whole number in [1, {_MOST}]")
         return value
 
     def number(self, key: str) -> float:
+        """The value of a key that must be a finite number."""
         value = self[key]
-        # Whole numbers have no infinity, but may be too large for a float.
+        # JSON's whole numbers can be too large for a float.
         is_number = type(value) in (int, float) and abs(value) < 1e300
         if not is_number:
             raise UserError(f"{self.path}: {key}={value!r} must be a finite number")
@@ -70,6 +79,7 @@ class PublishedConfig:
 
     @property
     def architecture(self) -> str:
+        """The kind of model, one of the names above. Raises `UserError` for any other kind."""
         named = self["architectures"]
         name = named[0] if isinstance(named, list) and named else named
         if name not in _ARCHITECTURES:
@@ -80,37 +90,39 @@ class PublishedConfig:
 
     @property
     def is_tied(self) -> bool:
-        """Whether a Llama's output is its embedding."""
+        """Whether the model is a Llama whose output projection is its embedding."""
         if self.architecture != AUTOREGRESSIVE or not self.has("tie_word_embeddings"):
-            # Hugging Face leaves out what is a class's default, and Llama's is untied.
+            # Hugging Face leaves out keys that have their default, which is untied for Llama.
             return False
         value = self["tie_word_embeddings"]
         if type(value) is not bool:
             raise UserError(f"{self.path}: tie_word_embeddings={value!r} must be true or false")
         return value
 
-    def refuse_what_is_not_computed(self) -> None:
-        """Raises `UserError` where a key asks for arithmetic that this project does not do."""
-        computed = {
+    def refuse_unsupported(self) -> None:
+        """Raises `UserError` if a key asks for a variant of the architecture that this project does not have."""
+        supported: dict[str, Any] = {
             "rope_scaling": None,
             "attention_bias": False,
             "mlp_bias": False,
             "hidden_act": "silu",
         }
         if self.architecture != AUTOREGRESSIVE:
-            computed["tie_word_embeddings"] = False
+            supported["tie_word_embeddings"] = False
         if self.architecture in (ENERGY, DIFFUSION, FLOW):
-            # Their LayerNorms have this one whatever the key says, which is for the other norms.
-            computed["rms_norm_eps"] = _LAYER_NORM_EPSILON
+            # The key is the epsilon of the RMSNorms; the published LayerNorms have this one whatever the key says. Here
+            # both kinds of norm share one epsilon.
+            supported["rms_norm_eps"] = _LAYER_NORM_EPSILON
         if self.has("head_dim"):
-            computed["head_dim"] = self.size("hidden_size") // self.size("num_attention_heads")
-        for key, value in computed.items():
+            supported["head_dim"] = self.size("hidden_size") // self.size("num_attention_heads")
+        for key, value in supported.items():
             if self._values.get(key, value) != value:
                 raise UserError(
                     f"{self.path}: {key}={self._values[key]!r} is not supported, only {value!r}"
                 )
 
     def autoencoder(self) -> AutoencoderConfig:
+        """The config of an autoencoder."""
         return AutoencoderConfig(
             latent_size=self.size("latent_size"),
             hidden_size=self.size("hidden_size"),
@@ -124,6 +136,7 @@ class PublishedConfig:
         )
 
     def transformer(self) -> TransformerConfig:
+        """The config of a language model's transformer; `remat` and `attention` have the recipes' defaults."""
         return TransformerConfig(
             hidden_size=self.size("hidden_size"),
             intermediate_size=self.size("intermediate_size"),
@@ -137,20 +150,19 @@ class PublishedConfig:
         )
 
     def _rope_theta(self) -> float:
-        """Newer transformers write `rope_parameters` in its place, or beside it."""
+        """The base of the rotary frequencies; newer versions of transformers have it in `rope_parameters`, too or only."""
         if not self.has("rope_parameters"):
             return self.number("rope_theta")
         parameters = self["rope_parameters"]
-        plain = {"rope_type": "default", "rope_theta": self._values.get("rope_theta")}
-        theta = parameters.get("rope_theta") if isinstance(parameters, dict) else None
-        if plain["rope_theta"] is None:
-            plain["rope_theta"] = theta
+        theta: Any = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+        expected = self["rope_theta"] if self.has("rope_theta") else theta
+        plain = {"rope_type": "default", "rope_theta": expected}
         if type(theta) not in (int, float) or plain | parameters != plain:
             raise UserError(f"{self.path}: rope_parameters={parameters!r} is not supported")
         return float(theta)
 
-    def head(self) -> HeadConfig:
-        """The config of a latent head, with what the published code hard-codes."""
+    def head(self) -> LatentHeadConfig:
+        """The config of a latent head, completed by the values that the published code hard-codes."""
         blocks, samples = self.size("num_mlp_layers"), self.size("num_samples")
         if self.architecture == ENERGY:
             return EnergyHeadConfig(
@@ -176,7 +188,7 @@ def inferred_autoencoder(
     num_encoder_layers: int,
     num_decoder_layers: int,
 ) -> AutoencoderConfig:
-    """The config of an autoencoder of which only tensors are known: what they do not tell is as published."""
+    """The config of an autoencoder without config.json: sizes from its tensors' shapes, all other values as published."""
     return AutoencoderConfig(
         latent_size=latent_size,
         hidden_size=hidden_size,
@@ -190,7 +202,8 @@ def inferred_autoencoder(
     )
 
 
-def _common(architecture: str, tokenizer: Tokenizer, norm_epsilon: float) -> dict[str, Any]:
+def _common_values(architecture: str, tokenizer: Tokenizer, norm_epsilon: float) -> dict[str, Any]:
+    """The keys of config.json that every kind of model has."""
     return {
         "architectures": [architecture],
         "bos_token_id": tokenizer.bos_id,
@@ -209,9 +222,9 @@ def _common(architecture: str, tokenizer: Tokenizer, norm_epsilon: float) -> dic
 
 
 def autoencoder_values(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The published `config.json` of a config's autoencoder."""
+    """The content of the published `config.json` for a recipe's autoencoder."""
     model = config.autoencoder.model
-    return _common(AUTOENCODER, tokenizer, model.norm_epsilon) | {
+    return _common_values(AUTOENCODER, tokenizer, model.norm_epsilon) | {
         "ae_dropout": model.dropout,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,
@@ -226,13 +239,19 @@ def autoencoder_values(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def lm_values(config: Config, tokenizer: Tokenizer, ae_path: str) -> dict[str, Any]:
-    """The published `config.json` of a config's language model.
+    """The content of the published `config.json` for a recipe's language model.
 
-    ae_path: where its code finds the autoencoder. Raises `UserError` that names what it cannot express.
+    Args:
+      config: the recipe.
+      tokenizer: its tokenizer.
+      ae_path: folder of the autoencoder, as seen from where the published code will run; not used for a softmax head.
+
+    Raises:
+      UserError: if the published code hard-codes another value for a key of the recipe.
     """
     body, head = config.lm.model, config.lm.head
     architecture = _ARCHITECTURE_OF[head.name]
-    values = _common(architecture, tokenizer, body.norm_epsilon) | {
+    values = _common_values(architecture, tokenizer, body.norm_epsilon) | {
         "attention_bias": False,
         "attention_dropout": 0.0,
         "hidden_size": body.hidden_size,
@@ -246,46 +265,51 @@ def lm_values(config: Config, tokenizer: Tokenizer, ae_path: str) -> dict[str, A
         "rope_theta": body.rope_theta,
         "use_cache": True,
     }
-    if not config.has_autoencoder:
+    if isinstance(head, SoftmaxHeadConfig):
         return values | {"model_type": "llama"}
-    _refuse_what_is_hard_coded(config)
-    is_energy = architecture == ENERGY
+    _refuse_unlike_hard_coded(config)
+    # Published diffusion and flow models have these two keys of the energy head, too, with its defaults.
+    beta, noise_size = (
+        (head.beta, head.noise_size) if isinstance(head, EnergyHeadConfig) else (1.0, 64)
+    )
     return values | {
         "ae_path": ae_path,
-        "beta": head.beta if is_energy else 1.0,
+        "beta": beta,
         "latent_size": config.autoencoder.model.latent_size,
-        "noise_size": head.noise_size if is_energy else 64,
+        "noise_size": noise_size,
         "num_mlp_layers": head.num_blocks,
         "num_samples": head.num_samples,
         "patch_size": config.chunk_size,
     }
 
 
-def _refuse_what_is_hard_coded(config: Config) -> None:
-    """Raises `UserError` for a model that the published code would compute in another way."""
+def _refuse_unlike_hard_coded(config: Config) -> None:
+    """Raises `UserError` if a key of the recipe differs from the value that the published code hard-codes."""
     head = config.lm.head
-    fixed = {"lm.model.norm_epsilon": (config.lm.model.norm_epsilon, _LAYER_NORM_EPSILON)}
-    if head.name == "diffusion":
+    fixed: dict[str, tuple[Any, Any]] = {
+        "lm.model.norm_epsilon": (config.lm.model.norm_epsilon, _LAYER_NORM_EPSILON)
+    }
+    if isinstance(head, DiffusionHeadConfig):
         fixed["lm.head.num_steps"] = (head.num_steps, _DIFFUSION_STEPS)
-    if head.name == "flow":
+    if isinstance(head, FlowHeadConfig):
         fixed["lm.head.num_steps"] = (head.num_steps, _FLOW_STEPS)
         fixed["lm.head.solver"] = (head.solver, _FLOW_SOLVER)
     for key, (ours, published) in fixed.items():
         if ours != published:
             way_out = (
-                "; to export it as one that is, change the key in the workdir's config.json"
+                f"; to export the model with {published!r}, change the key in the workdir's config.json"
                 if key.startswith("lm.head.")
                 else ""
             )
             raise UserError(
-                f"{key}={ours!r} cannot be expressed: the published code has {published!r} built in{way_out}"
+                f"{key}={ours!r} cannot be exported: the published code hard-codes {published!r}{way_out}"
             )
 
 
 def not_carried_over(config: Config) -> list[str]:
-    """What only training looks at and the published code has built in: it would go on with its own."""
+    """Notes on keys that only matter in training and for which the published code hard-codes another value."""
     head = config.lm.head
-    if head.name == "energy" and head.num_target_samples != _NUM_TARGET_SAMPLES:
+    if isinstance(head, EnergyHeadConfig) and head.num_target_samples != _NUM_TARGET_SAMPLES:
         return [
             f"lm.head.num_target_samples={head.num_target_samples}: the published code trains with {_NUM_TARGET_SAMPLES}"
         ]

@@ -1,4 +1,4 @@
-"""Where a published checkpoint comes from: a folder, or a repository of the Hugging Face hub; and its tokenizer."""
+"""Finds a published checkpoint, in a folder or on the Hugging Face hub, and its tokenizer."""
 
 import pathlib
 import re
@@ -8,7 +8,7 @@ from calm_jax.errors import UserError
 from calm_jax.interop.published import PublishedConfig
 from calm_jax.interop.weights import is_file
 
-# What tokenizers' files are called, the ones that say most first.
+# Files of tokenizers, in the order in which they are looked for.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 _DESCRIPTIONS = ["config.json", *_TOKENIZER_FILES]
 _SAFETENSORS = ["*.safetensors", "model.safetensors.index.json"]
@@ -16,32 +16,43 @@ _PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 
 
 def folder_of(source: str, flag: str) -> pathlib.Path:
-    """The local folder of a checkpoint, downloaded if it is the hub's. Raises `UserError` if it cannot be had."""
+    """The local folder of a checkpoint.
+
+    Args:
+      source: a folder, or the name `owner/name` of a repository of the Hugging Face hub, which is downloaded.
+      flag: the command's flag that `source` comes from, for messages.
+
+    Raises:
+      UserError: if `source` is neither, or cannot be downloaded.
+    """
     path = pathlib.Path(source)
     try:
-        is_folder, is_there = path.is_dir(), path.exists()
+        is_folder, exists = path.is_dir(), path.exists()
     except (OSError, ValueError) as error:
-        raise UserError(f"{flag}={source!r} cannot be looked at ({error})") from error
+        raise UserError(f"{flag}={source!r} cannot be opened ({error})") from error
     if is_folder:
         return path
-    if is_there:
+    if exists:
         raise UserError(
             f"{flag}={source!r} is a file: give the folder that holds it and config.json"
         )
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", source):
         raise UserError(
-            f"{flag}={source!r} is no folder, and no name of a repository such as cccczshao/CALM-M"
+            f"{flag}={source!r} is neither a folder nor the name of a repository, such as cccczshao/CALM-M"
         )
     return _download(source, flag)
 
 
 def _download(name: str, flag: str) -> pathlib.Path:
-    """A repository's description and weights, safetensors if it has them; what is there already is not fetched."""
+    """The folder of a repository's config.json, tokenizer and weights; pickled weights only if it has no safetensors.
+
+    Files that an earlier call downloaded are taken from the hub's cache.
+    """
     try:
         import huggingface_hub
     except ImportError as error:
         raise UserError(
-            f"{flag}={name!r} is no folder; to download from the hub: pip install 'calm_jax[interop]'"
+            f"{flag}={name!r} is not a folder; to download from the hub: pip install 'calm_jax[interop]'"
         ) from error
     try:
         fetched = huggingface_hub.snapshot_download(
@@ -51,29 +62,37 @@ def _download(name: str, flag: str) -> pathlib.Path:
             fetched = huggingface_hub.snapshot_download(
                 name, allow_patterns=_DESCRIPTIONS + _PICKLES
             )
-    # Errors of the network are those of whichever library the hub's client uses.
+    # The exceptions of a failed download depend on the HTTP library that the hub's client uses.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"{flag}={name!r} is no folder here, and cannot be downloaded from the hub ({type(error).__name__}: {reason}); "
+            f"{flag}={name!r} is not a folder, and cannot be downloaded from the hub ({type(error).__name__}: {reason}); "
             "without a network, download it elsewhere and give the folder"
         ) from error
     return pathlib.Path(fetched)
 
 
 def find_tokenizer(name: str, folder: pathlib.Path) -> tuple[Tokenizer, TokenizerConfig]:
-    """The tokenizer of `name`: a file, "bytes", or if empty what lies in `folder`."""
-    there = [folder / file for file in _TOKENIZER_FILES if is_file(folder / file)]
-    if not name and not there:
+    """Opens the tokenizer of a checkpoint.
+
+    Args:
+      name: a tokenizer's file, or "bytes"; if empty, the tokenizer's file in `folder` is taken.
+      folder: the checkpoint's folder.
+
+    Raises:
+      UserError: if there is no such file, or it holds no tokenizer.
+    """
+    found = [folder / file for file in _TOKENIZER_FILES if is_file(folder / file)]
+    if not name and not found:
         raise UserError(
             f"{folder} has no {' or '.join(_TOKENIZER_FILES[:2])}: give the model's tokenizer with --tokenizer=FILE "
             "(the published models': Llama 3's tokenizer.model)"
         )
-    return open_tokenizer(name or str(there[0]))
+    return open_tokenizer(name or str(found[0]))
 
 
 def check_tokenizer(config: PublishedConfig, tokenizer: Tokenizer) -> None:
-    """Raises `UserError` unless the tokenizer's ids are the checkpoint's."""
+    """Raises `UserError` unless the tokenizer has the vocabulary size and the special ids of config.json."""
     pairs = {
         "vocab_size": tokenizer.vocab_size,
         "bos_token_id": tokenizer.bos_id,
@@ -83,6 +102,6 @@ def check_tokenizer(config: PublishedConfig, tokenizer: Tokenizer) -> None:
     for key, ours in pairs.items():
         if (key == "vocab_size" or config.has(key)) and config[key] != ours:
             raise UserError(
-                f"{config.path} has {key}={config[key]!r}, the tokenizer {ours}: give the one that the model was trained "
+                f"{config.path} has {key}={config[key]!r}, the tokenizer {ours}: give the tokenizer that the model was trained "
                 "with, --tokenizer=FILE"
             )

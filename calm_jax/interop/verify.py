@@ -1,10 +1,10 @@
-"""Parity with the published PyTorch code: recorded draws in, every number compared.
+"""Checks parity with the published PyTorch code: feeds its recorded random draws in, and compares every result.
 
     python -m calm_jax.interop.verify tests/golden [--verbose]
 
-The folder holds, for each case, an npz file of recorded inputs, draws and results and a checkpoint
-folder in the published format (tests/golden/README.md). Exit status: 0 all agree, 1 some do not,
-2 the folder cannot be read.
+The folder holds an npz file of recorded inputs, draws and results for each case, and checkpoint folders in the
+published format (tests/golden/README.md). Exit status: 0 if all quantities agree, 1 if some do not, 2 if the folder
+cannot be read.
 """
 
 import dataclasses
@@ -17,22 +17,30 @@ import jax
 import numpy as np
 import rich.table
 from absl import app, flags
+from jax.typing import ArrayLike
 
-from calm_jax import metrics
-from calm_jax.command import command
+from calm_jax.cli import progress
+from calm_jax.cli.command import command
 from calm_jax.errors import UserError
-from calm_jax.interop import cases
+from calm_jax.interop.parity import cases
+from calm_jax.interop.parity.recorded import Comparisons
 
-_VERBOSE = flags.DEFINE_bool("verbose", False, "show every array, not only the worst of a kind")
-# Float32 against float32: relative to the quantity's largest value, gradients included.
+_VERBOSE = flags.DEFINE_bool(
+    "verbose", False, "show every array, not only the worst gradient of each case"
+)
+# Of float32 results; relative to the largest value of each quantity, also for gradients.
 TOLERANCE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One compared quantity; errors are the largest over its elements.
+    """One compared quantity.
 
-    relative: the absolute error over the largest value of the published array.
+    Attributes:
+      case: name of the npz file.
+      quantity: name of the quantity.
+      absolute: largest absolute error of its elements.
+      relative: absolute error divided by the largest absolute value of the published array.
     """
 
     case: str
@@ -42,11 +50,11 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        return self.relative <= TOLERANCE  # false for NaN
+        return self.relative <= TOLERANCE  # False for NaN.
 
 
-def compare(case: str, quantity: str, ours: np.ndarray, published: np.ndarray) -> Row:
-    """A differing shape is an infinite error. Integers and booleans (tokens) must be equal."""
+def compare(case: str, quantity: str, ours: ArrayLike, published: ArrayLike) -> Row:
+    """Compares one quantity. The error is infinite if shapes differ, or if integers or booleans (tokens) differ."""
     ours, published = np.asarray(ours), np.asarray(published)
     if ours.shape != published.shape:
         return Row(case, quantity, np.inf, np.inf)
@@ -57,12 +65,13 @@ def compare(case: str, quantity: str, ours: np.ndarray, published: np.ndarray) -
         return Row(case, quantity, absolute, np.inf if absolute else 0.0)
     if absolute == 0:
         return Row(case, quantity, 0.0, 0.0)
-    # Where the published array is all zeros, nothing but zeros agrees.
+    # If the published array is all zeros, only zeros agree with it.
     scale = float(np.abs(published).max())
     return Row(case, quantity, absolute, absolute / scale if scale else np.inf)
 
 
-def _cases(folder: pathlib.Path) -> Iterator[tuple[str, Callable | None]]:
+def _cases(folder: pathlib.Path) -> Iterator[tuple[str, Callable[..., Comparisons] | None]]:
+    """The name of each case of a folder, and the function that compares it; None for an unknown case."""
     files = sorted(folder.glob("*.npz"))
     if not files:
         raise UserError(f"{folder} holds no golden case (*.npz)")
@@ -72,7 +81,14 @@ def _cases(folder: pathlib.Path) -> Iterator[tuple[str, Callable | None]]:
 
 
 def verify(folder: pathlib.Path) -> tuple[list[Row], list[str]]:
-    """Every comparison of the folder's cases, and the names of the cases that nobody knows here."""
+    """Compares every case of a folder.
+
+    Returns:
+      One row for each quantity, and the names of the cases that this version does not know.
+
+    Raises:
+      UserError: if there are no cases, a file is damaged, or an array or tensor is missing.
+    """
     rows, unknown = [], []
     with jax.default_matmul_precision("highest"):
         for case, run in _cases(folder):
@@ -93,12 +109,12 @@ def verify(folder: pathlib.Path) -> tuple[list[Row], list[str]]:
 
 
 def _worst_of_kind(rows: list[Row]) -> list[Row]:
-    """One row for the gradients of a case, the worst of them; other rows as they are."""
+    """The rows, but of each case's gradients only the one with the largest relative error."""
     kept: dict[tuple[str, str], Row] = {}
     for row in rows:
         kind = re.sub(r"^gradient .*", "gradients", row.quantity)
         key = (row.case, kind)
-        # NaN is the worst of all.
+        # NaN counts as larger than any other error.
         known = kept[key].relative if key in kept else -np.inf
         if not np.isnan(known) and not row.relative <= known:
             kept[key] = dataclasses.replace(row, quantity=kind)
@@ -106,6 +122,7 @@ def _worst_of_kind(rows: list[Row]) -> list[Row]:
 
 
 def print_table(rows: list[Row], unknown: list[str]) -> None:
+    """Prints the rows and the names of unknown cases."""
     table = rich.table.Table()
     table.add_column("case", no_wrap=True)
     table.add_column("quantity", no_wrap=True)
@@ -116,10 +133,10 @@ def print_table(rows: list[Row], unknown: list[str]) -> None:
         verdict = "pass" if row.passed else "FAIL"
         table.add_row(row.case, row.quantity, f"{row.absolute:.1e}", f"{row.relative:.1e}", verdict)
 
-    console = metrics.console()
+    console = progress.console()
     console.print(table)
     if unknown:
-        console.print(f"not known here, not compared: {', '.join(unknown)}")
+        console.print(f"unknown cases, not compared: {', '.join(unknown)}")
 
 
 @command
@@ -128,7 +145,7 @@ def main(argv: list[str]) -> int:
         raise UserError("usage: python -m calm_jax.interop.verify DIR [--verbose]")
     folder = pathlib.Path(argv[1])
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder")
+        raise UserError(f"{folder} is not a folder")
     rows, unknown = verify(folder)
     print_table(rows if _VERBOSE.value else _worst_of_kind(rows), unknown)
     failed = sum(not row.passed for row in rows)

@@ -1,13 +1,13 @@
-"""The tensors of a published checkpoint folder by name, whichever of three formats they are in.
+"""Reads the tensors of a published checkpoint folder by name, from any of the formats that Hugging Face writes.
 
-`model.safetensors`, shards of it with an index, and `pytorch_model.bin` (or shards of that), in this order. A
-tensor is read when it is asked for, and nothing of its file stays in memory.
+In order of preference: `model.safetensors`, shards of it with an index, `pytorch_model.bin`, shards of that. A tensor
+is read only when it is asked for, and its file's pages are released afterwards.
 """
 
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -16,7 +16,7 @@ import numpy as np
 from calm_jax.errors import UserError
 from calm_jax.interop.pickled import PickleFile
 
-# What becomes a float32 parameter without loss.
+# The dtypes that convert to float32 without loss.
 FLOATS = {np.dtype(dtype) for dtype in (np.float32, np.float16, ml_dtypes.bfloat16)}
 _SAFETENSORS_DTYPES = {
     "F64": np.float64,
@@ -30,30 +30,28 @@ _SAFETENSORS_DTYPES = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
-# Far above any config or index, far below what would fill the memory.
+# Far above the size of any config or index, far below what would fill the memory.
 _MOST_JSON_BYTES = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor before it is read."""
+    """Shape and dtype of a tensor, known before its numbers are read."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
-    @property
-    def num_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
-
 
 class _File(Protocol):
-    tensors: Mapping[str, TensorInfo]
+    """One weight file: its tensors by name, and `read` for the numbers of one in the file's dtype."""
+
+    tensors: dict[str, TensorInfo]
 
     def read(self, name: str) -> np.ndarray: ...
 
 
 def is_file(path: pathlib.Path) -> bool:
-    """Whether there is a regular file; not a pipe, which might never end, and not a name that no file can have."""
+    """Whether `path` is a regular file. False for a pipe, which might never end, and for impossible file names."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -61,20 +59,22 @@ def is_file(path: pathlib.Path) -> bool:
 
 
 def read_json(path: pathlib.Path) -> Any:
-    """The JSON of a file; raises `UserError` if it is missing, huge or malformed."""
+    """The JSON value in a file. Raises `UserError` if the file is missing, huge or malformed."""
     if not is_file(path):
         raise UserError(f"{path} cannot be read: there is no such file")
     try:
         size = path.stat().st_size
         if size > _MOST_JSON_BYTES:
-            raise UserError(f"{path} is refused: {size} bytes are no description of a model")
+            raise UserError(
+                f"{path} is refused: {size} bytes is too large for a config or an index"
+            )
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error})") from error
 
 
 class _SafetensorsFile:
-    """One safetensors file. It is opened anew for each tensor, which lets go of the pages of the last."""
+    """One safetensors file. It is opened anew for each tensor, which releases the pages of the previous tensor."""
 
     def __init__(self, path: pathlib.Path):
         try:
@@ -87,7 +87,7 @@ class _SafetensorsFile:
         self.tensors: dict[str, TensorInfo] = {}
         try:
             with self._open() as file:
-                for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                for name in file.keys():  # noqa: SIM118 (safe_open's object is no mapping)
                     described = file.get_slice(name)
                     dtype = _SAFETENSORS_DTYPES.get(described.get_dtype())
                     if dtype is None:
@@ -99,7 +99,7 @@ class _SafetensorsFile:
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise UserError(f"{path} cannot be read ({error})") from error
 
-    def _open(self):
+    def _open(self) -> Any:
         return self._library.safe_open(self._path, framework="numpy")
 
     def read(self, name: str) -> np.ndarray:
@@ -124,24 +124,36 @@ class _PickledFile:
         return self._file.read(name)
 
 
+_FORMATS: tuple[tuple[str, Callable[[pathlib.Path], _File]], ...] = (
+    ("model.safetensors", _SafetensorsFile),
+    ("pytorch_model.bin", _PickledFile),
+)
+
+
 class Weights:
-    """The tensors of a folder: `tensors` says which there are, `read` gives one as float32."""
+    """All tensors of a checkpoint folder, in one file or in shards.
+
+    Attributes:
+      folder: the checkpoint folder.
+      tensors: shape and dtype of each tensor, by its name in the file.
+    """
 
     def __init__(self, folder: pathlib.Path):
-        """Raises `UserError` if there are none, or the files are not whole."""
+        """Reads the descriptions of all tensors.
+
+        Raises:
+          UserError: if the folder has no weights, or a file or an index is damaged or incomplete.
+        """
         self.folder = folder
         self._file_of: dict[str, _File] = {}
-        for name, kind in (
-            ("model.safetensors", _SafetensorsFile),
-            ("pytorch_model.bin", _PickledFile),
-        ):
+        for name, open_file in _FORMATS:
             index = folder / f"{name}.index.json"
             if is_file(folder / name):
-                file = kind(folder / name)
+                file = open_file(folder / name)
                 self._file_of = dict.fromkeys(file.tensors, file)
                 break
             if is_file(index):
-                self._read_index(index, kind)
+                self._read_index(index, open_file)
                 break
         else:
             raise UserError(
@@ -151,39 +163,44 @@ class Weights:
             name: file.tensors[name] for name, file in self._file_of.items()
         }
 
-    def _read_index(self, path: pathlib.Path, kind: type[_File]) -> None:
+    def _read_index(self, path: pathlib.Path, open_file: Callable[[pathlib.Path], _File]) -> None:
+        """Opens the shards of an index, and checks that index and shards list the same tensors."""
         index = read_json(path)
-        where = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(where, dict) or not all(isinstance(x, str) for x in where.values()):
+        shard_of = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(shard_of, dict) or not all(isinstance(x, str) for x in shard_of.values()):
             raise UserError(f"{path} has no weight_map from tensors to files")
-        files: dict[str, _File] = {}
-        for file in sorted(set(where.values())):
-            # A shard lies beside its index; anything else is a way out of the folder.
+        shards: dict[str, _File] = {}
+        for file in sorted(set(shard_of.values())):
+            # A shard lies beside its index: any other path could read files outside the folder.
             if file in ("", ".", "..") or len(file) > 255 or any(x in file for x in "/\\\0:"):
-                raise UserError(f"{path} is refused: {file!r} is no name of a file beside it")
+                raise UserError(f"{path} is refused: {file!r} is not the name of a file beside it")
             if not is_file(path.parent / file):
-                raise UserError(f"{path} names the shard {file!r}, which is not there")
-            files[file] = kind(path.parent / file)
-        for file, shard in files.items():
+                raise UserError(f"{path} names the shard {file!r}, which does not exist")
+            shards[file] = open_file(path.parent / file)
+        for file, shard in shards.items():
             for name in shard.tensors:
-                if where.get(name) != file:
+                if shard_of.get(name) != file:
                     raise UserError(
-                        f"{path} does not know that {name!r} is in {file!r}: index and shards do not belong together"
+                        f"{path} does not list {name!r} in {file!r}, which has it: index and shards do not belong together"
                     )
-        for name, file in where.items():
-            if name not in files[file].tensors:
-                raise UserError(f"{path} looks for {name!r} in {file!r}, which does not have it")
-            self._file_of[name] = files[file]
+        for name, file in shard_of.items():
+            if name not in shards[file].tensors:
+                raise UserError(f"{path} lists {name!r} in {file!r}, which does not have it")
+            self._file_of[name] = shards[file]
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as float32. Raises `UserError` if its numbers are not finite, or float32 could not hold them."""
+        """One tensor as float32.
+
+        Raises:
+          UserError: if the file cannot be read, its dtype is not one of `FLOATS`, or a number is not finite.
+        """
         dtype = self.tensors[name].dtype
         if dtype not in FLOATS:
             raise UserError(
                 f"{self.folder}: {name!r} is of type {dtype}, not float32, float16 or bfloat16"
             )
         value = self._file_of[name].read(name).astype(np.float32, copy=False)
-        # Of float32 numbers, a sum in float64 is finite exactly when all of them are.
+        # The sum of float32 numbers in float64 cannot overflow: it is finite exactly when every number is.
         with np.errstate(invalid="ignore"):
             total = value.sum(dtype=np.float64)
         if not np.isfinite(total):

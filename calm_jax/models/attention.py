@@ -1,7 +1,8 @@
-"""Causal attention over whole blocks, in three ways that agree but for rounding; `lm.model.attention` chooses.
+"""Causal attention over whole blocks; `lm.model.attention` chooses among implementations that agree up to rounding.
 
-"xla" is the reference and works everywhere; "cudnn" and "splash" never hold the [L, L] scores. Which device it is for
-is read from the mesh that is set, so that compiling for hardware that is not here chooses as that hardware would.
+"xla" is the reference and works on every device; "blocks" is written for CPUs; "cudnn" (NVIDIA GPUs) and "splash"
+(TPUs) never store the [L, L] scores. The device is read from the mesh that is set, so that a program compiled ahead of time for other hardware gets
+the implementation for that hardware.
 """
 
 import math
@@ -13,44 +14,52 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
-from calm_jax.placement import rows_spec, tensor_spec
+from calm_jax.parallel.constraints import rows_spec, tensor_spec
+from calm_jax.parallel.devices import target_device
 
-CHOICES = ("auto", "xla", "cudnn", "splash")
-# Under this name the splash kernel's results are known to the policies of `lm.model.remat`.
+CHOICES = ("auto", "xla", "blocks", "cudnn", "splash")
+# Queries of a block of `_in_blocks`.
+_QUERY_BLOCK = 128
+# The checkpoint name of the splash kernel's results, which the policies of `lm.model.remat` refer to.
 KEPT = "attention"
-# The splash kernel works on square tiles of the scores: large ones are fast, and a side is a multiple of 128.
+# Sides of the square tiles of scores that the splash kernel computes: multiples of 128, and larger ones are faster.
 _LARGEST_TILE, _SMALLEST_TILE = 512, 128
 
 
-def _device() -> jax.Device | jax.sharding.AbstractDevice:
-    """A device of the mesh that is set; without one, a device that is here."""
-    return jax.sharding.get_abstract_mesh().abstract_device or jax.local_devices()[0]
-
-
 def _not_cudnn(head_size: int, dtype: DTypeLike, isolated: bool) -> str:
-    """Why cuDNN's attention cannot do it; empty if it can."""
-    if not _device().device_kind.startswith("NVIDIA"):
-        return f"needs an NVIDIA GPU, and this is for {_device().device_kind}"
+    """Why cuDNN's attention cannot be used; empty if it can."""
+    if not target_device().device_kind.startswith("NVIDIA"):
+        return f"needs an NVIDIA GPU, and the device is {target_device().device_kind}"
     if jnp.dtype(dtype) != jnp.bfloat16:
         return "needs compute_dtype='bfloat16'"
     if isolated:
-        return "would need a mask of L x L for lm.data.isolate_documents"
-    # Compiling on a CPU, for a GPU that is not here, is for one of a data centre.
+        return "would need an L x L mask for lm.data.isolate_documents"
+    # A CPU, which compiles for GPUs that are not here, has no capability: assume a data-centre GPU, 9.0.
     capability = getattr(jax.local_devices()[0], "compute_capability", "9.0")
     largest = 256 if float(capability) >= 9 else 128
     if head_size % 8 or head_size > largest:
-        return f"needs heads of a multiple of 8 features, at most {largest} here, and these have {head_size}"
+        return f"needs a head size that is a multiple of 8 and at most {largest} on this device, and it is {head_size}"
     return ""
 
 
 def check(choice: str, head_size: int, dtype: DTypeLike, isolated: bool) -> None:
-    """Raises `UserError` if a choice cannot be computed on the devices of the mesh that is set."""
+    """Checks that an implementation can be used on the devices of the mesh that is set.
+
+    Args:
+        choice: one of `CHOICES`.
+        head_size: A, features per head.
+        dtype: of queries, keys and values.
+        isolated: whether documents are isolated (`lm.data.isolate_documents`).
+
+    Raises:
+        UserError: if it cannot; the message names the reason.
+    """
     reason = ""
     if choice == "cudnn":
         reason = _not_cudnn(head_size, dtype, isolated)
-    # On a CPU it is interpreted: slow, but the same.
-    elif choice == "splash" and _device().platform not in ("tpu", "cpu"):
-        reason = f"needs a TPU, and this is for {_device().device_kind}"
+    # On a CPU the splash kernel is interpreted: slow, with the same results.
+    elif choice == "splash" and target_device().platform not in ("tpu", "cpu"):
+        reason = f"needs a TPU, and the device is {target_device().device_kind}"
     if reason:
         raise UserError(
             f"lm.model.attention={choice!r} {reason}: give --config.lm.model.attention=auto"
@@ -64,21 +73,36 @@ def attend(
     segment_BL: Array | None,
     choice: str,
 ) -> Array:
-    """What each place takes from itself and those before it, of its own segment if there are any, [B, L, H, A].
+    """Causal attention: each position attends to itself and the positions before it, within its own segment.
 
-    H may be a multiple of G: heads in a row share keys and values. Raises `UserError` as `check` does.
+    Args:
+        query_BLHA: scaled by 1 / sqrt(A) here.
+        key_BLGA: H is a multiple of G; consecutive query heads share a key-value head.
+        value_BLGA: as the keys.
+        segment_BL: int32, the document of each position; None if every position sees all before it.
+        choice: one of `CHOICES`; "auto" takes the fastest one that can be used.
+
+    Returns:
+        [B, L, H, A], of the queries' dtype.
+
+    Raises:
+        UserError: if the choice cannot be used (see `check`).
     """
     about = query_BLHA.shape[-1], query_BLHA.dtype, segment_BL is not None
     check(choice, *about)
     if choice == "auto":
-        if _device().platform == "tpu":
+        if target_device().platform == "tpu":
             choice = "splash"
+        elif target_device().platform == "cpu":
+            choice = "blocks"
         else:
             choice = "xla" if _not_cudnn(*about) else "cudnn"
     if choice == "splash":
         return _splash(query_BLHA, key_BLGA, value_BLGA, segment_BL)
     if choice == "cudnn":
         return _cudnn(query_BLHA, key_BLGA, value_BLGA)
+    if choice == "blocks":
+        return _in_blocks(query_BLHA, key_BLGA, value_BLGA, segment_BL)
     mask_B1LL = None
     if segment_BL is not None:
         mask_B1LL = (segment_BL[:, :, None] == segment_BL[:, None])[:, None]
@@ -87,14 +111,139 @@ def attend(
     )
 
 
+def _in_blocks(
+    query_BLHA: Array, key_BLGA: Array, value_BLGA: Array, segment_BL: Array | None
+) -> Array:
+    """Causal attention for CPUs: blocks of queries, each with the keys up to its last query alone.
+
+    About half of the scores are never computed. The backward pass computes the weights again from the log-sum-exp of
+    the scores instead of storing them (as FlashAttention does; Dao et al. 2022, arXiv 2205.14135).
+    """
+    batch, length, heads, size = query_BLHA.shape
+    groups = key_BLGA.shape[2]
+    # R: query heads that share a key-value head. Heads come before positions, so that each product is over rows that
+    # lie together in memory.
+    query = (query_BLHA / math.sqrt(size)).reshape(batch, length, groups, heads // groups, size)
+    mixed_BGRLA = _attend_in_blocks(
+        query.transpose(0, 2, 3, 1, 4),
+        key_BLGA.transpose(0, 2, 1, 3),
+        value_BLGA.transpose(0, 2, 1, 3),
+        segment_BL,
+    )
+    return mixed_BGRLA.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
+
+
+@jax.custom_vjp
+def _attend_in_blocks(
+    query_BGRLA: Array, key_BGSA: Array, value_BGSA: Array, segment_BL: Array | None
+) -> Array:
+    return _blocks_forward(query_BGRLA, key_BGSA, value_BGSA, segment_BL)[0]
+
+
+def _blocks(length: int) -> list[tuple[int, int]]:
+    """The first query of each block, and the first one after it."""
+    return [(first, min(first + _QUERY_BLOCK, length)) for first in range(0, length, _QUERY_BLOCK)]
+
+
+def _scores(
+    query_BGRLA: Array, key_BGSA: Array, segment_BL: Array | None, first: int, last: int
+) -> Array:
+    """The scores of queries `first` to `last` with all keys before `last`, float32; -inf where a query must not look."""
+    score_BGRLS = jnp.einsum(
+        "BGRLA,BGAS->BGRLS",
+        query_BGRLA[:, :, :, first:last],
+        key_BGSA[:, :, :last].swapaxes(2, 3),
+        preferred_element_type=jnp.float32,
+    )
+    seen = jnp.arange(first, last)[:, None] >= jnp.arange(last)
+    if segment_BL is not None:
+        same_BLS = segment_BL[:, first:last, None] == segment_BL[:, None, :last]
+        seen = (seen & same_BLS)[:, None, None]
+    return jnp.where(seen, score_BGRLS, -jnp.inf)
+
+
+def _blocks_forward(
+    query_BGRLA: Array, key_BGSA: Array, value_BGSA: Array, segment_BL: Array | None
+) -> tuple[Array, tuple[Array | None, ...]]:
+    mixed, log_sums = [], []
+    for first, last in _blocks(query_BGRLA.shape[3]):
+        score_BGRLS = _scores(query_BGRLA, key_BGSA, segment_BL, first, last)
+        largest_BGRL1 = score_BGRLS.max(-1, keepdims=True)
+        weight_BGRLS = jnp.exp(score_BGRLS - largest_BGRL1)
+        sum_BGRL1 = weight_BGRLS.sum(-1, keepdims=True)
+        block_BGRLA = jnp.einsum(
+            "BGRLS,BGSA->BGRLA",
+            weight_BGRLS.astype(value_BGSA.dtype),
+            value_BGSA[:, :, :last],
+            preferred_element_type=jnp.float32,
+        )
+        mixed.append((block_BGRLA / sum_BGRL1).astype(query_BGRLA.dtype))
+        log_sums.append(largest_BGRL1 + jnp.log(sum_BGRL1))
+    mixed_BGRLA, log_sum_BGRL1 = (jnp.concatenate(parts, axis=3) for parts in (mixed, log_sums))
+    kept = query_BGRLA, key_BGSA, value_BGSA, segment_BL, mixed_BGRLA, log_sum_BGRL1
+    return mixed_BGRLA, kept
+
+
+def _blocks_backward(
+    kept: tuple[Array, ...], cotangent_BGRLA: Array
+) -> tuple[Array, Array, Array, None]:
+    query_BGRLA, key_BGSA, value_BGSA, segment_BL, mixed_BGRLA, log_sum_BGRL1 = kept
+    exact = jnp.float32
+    # sum_S weight * d weight, from the output alone.
+    delta_BGRL1 = (cotangent_BGRLA.astype(exact) * mixed_BGRLA).sum(-1, keepdims=True)
+    query_gradients = []
+    # Transposed, because XLA's CPU backend is slow at products that contract the first axes of both sides.
+    key_gradient_BGAS = jnp.zeros(key_BGSA.swapaxes(2, 3).shape, exact)
+    value_gradient_BGAS = jnp.zeros_like(key_gradient_BGAS)
+    for first, last in _blocks(query_BGRLA.shape[3]):
+        block = (slice(None), slice(None), slice(None), slice(first, last))
+        score_BGRLS = _scores(query_BGRLA, key_BGSA, segment_BL, first, last)
+        weight_BGRLS = jnp.exp(score_BGRLS - log_sum_BGRL1[block])
+        weight_gradient_BGRLS = jnp.einsum(
+            "BGRLA,BGAS->BGRLS",
+            cotangent_BGRLA[block],
+            value_BGSA[:, :, :last].swapaxes(2, 3),
+            preferred_element_type=exact,
+        )
+        score_gradient_BGRLS = weight_BGRLS * (weight_gradient_BGRLS - delta_BGRL1[block])
+        score_gradient_BGRLS = score_gradient_BGRLS.astype(key_BGSA.dtype)
+        query_gradients.append(
+            jnp.einsum("BGRLS,BGSA->BGRLA", score_gradient_BGRLS, key_BGSA[:, :, :last])
+        )
+
+        def transposed_product(x_BGRLA: Array, y_BGRLS: Array) -> Array:
+            return jnp.einsum(
+                "BGARL,BGRLS->BGAS",
+                x_BGRLA.transpose(0, 1, 4, 2, 3),
+                y_BGRLS,
+                preferred_element_type=exact,
+            )
+
+        key_gradient_BGAS = key_gradient_BGAS.at[..., :last].add(
+            transposed_product(query_BGRLA[block], score_gradient_BGRLS)
+        )
+        value_gradient_BGAS = value_gradient_BGAS.at[..., :last].add(
+            transposed_product(cotangent_BGRLA[block], weight_BGRLS.astype(value_BGSA.dtype))
+        )
+    return (
+        jnp.concatenate(query_gradients, axis=3).astype(query_BGRLA.dtype),
+        key_gradient_BGAS.swapaxes(2, 3).astype(key_BGSA.dtype),
+        value_gradient_BGAS.swapaxes(2, 3).astype(value_BGSA.dtype),
+        None,
+    )
+
+
+_attend_in_blocks.defvjp(_blocks_forward, _blocks_backward)
+
+
 def _filled(x_BL: Array, multiple: int) -> Array:
-    """With zeros behind, which no place sees, up to a length that a kernel can do."""
+    """Pads the sequence axis with zeros at the end to a multiple; causal positions before them do not see them."""
     filler = -x_BL.shape[1] % multiple
     return jnp.pad(x_BL, [(0, 0), (0, filler)] + [(0, 0)] * (x_BL.ndim - 2))
 
 
 def _cudnn(query_BLHA: Array, key_BLGA: Array, value_BLGA: Array) -> Array:
-    """By cuDNN; for training, JAX lets it have even lengths alone, and ours are one chunk short of that."""
+    """cuDNN's attention. JAX accepts only even lengths when training, and ours are odd (L - 1 chunks), so this pads."""
     even = [_filled(x_BLHA, 2) for x_BLHA in (query_BLHA, key_BLGA, value_BLGA)]
     mixed_BLHA = jax.nn.dot_product_attention(*even, is_causal=True, implementation="cudnn")
     return mixed_BLHA[:, : query_BLHA.shape[1]]
@@ -103,12 +252,12 @@ def _cudnn(query_BLHA: Array, key_BLGA: Array, value_BLGA: Array) -> Array:
 def _splash(
     query_BLHA: Array, key_BLGA: Array, value_BLGA: Array, segment_BL: Array | None
 ) -> Array:
-    """By the TPU's kernel: each device computes its own rows and heads, which no sharding could tell from the kernel."""
+    """The splash kernel under `shard_map`, as the compiler cannot partition a kernel: each device has its rows and heads."""
     arguments = query_BLHA, key_BLGA, value_BLGA, segment_BL
     if jax.sharding.get_abstract_mesh().empty:
         return _splash_on_one_device(*arguments)
     rows = rows_spec(query_BLHA.shape[0])
-    # Queries go where their keys are: groups are what is split.
+    # Tensor parallelism splits the G key-value heads, and query heads follow theirs.
     spec = PartitionSpec(rows, None, tensor_spec(key_BLGA.shape[2]), None)
     on_all = jax.shard_map(
         _splash_on_one_device,
@@ -122,25 +271,25 @@ def _splash(
 def _splash_on_one_device(
     query_BLHA: Array, key_BLGA: Array, value_BLGA: Array, segment_BL: Array | None
 ) -> Array:
-    # Where it is not asked for, nothing has to wait for it.
+    # Imported here, as the import is slow and most runs do not need it.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     _, length, heads, head_size = query_BLHA.shape
     tile = _SMALLEST_TILE
     while tile < min(length, _LARGEST_TILE):
         tile *= 2
-    # Lengths have to be whole tiles; heads of any size are filled up by the kernel itself.
+    # Lengths have to be whole tiles; the kernel itself pads heads of any size.
     whole = length + -length % tile
     mask = splash.CausalMask((whole, whole))
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads),
-        block_sizes=splash.BlockSizes(*[tile] * 8),
+        block_sizes=splash.BlockSizes(*[tile] * 8),  # type: ignore[arg-type]  # its first eight fields
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=KEPT,
-        interpret=_device().platform == "cpu",
+        interpret=target_device().platform == "cpu",
     )
-    # The kernel does not scale.
+    # The kernel does not scale the queries.
     heads_first = [
         _filled(x_BLHA, tile).swapaxes(1, 2)
         for x_BLHA in (query_BLHA / math.sqrt(head_size), key_BLGA, value_BLGA)

@@ -1,4 +1,8 @@
-"""The autoencoder that squeezes a chunk of K tokens into one continuous vector (paper, section 2)."""
+"""The autoencoder, which maps a chunk of K tokens to one continuous latent vector and back (paper, section 2).
+
+It is variational: the encoder gives a Gaussian posterior per chunk, and training clamps the KL term and drops tokens
+and latents, so that the latent space is smooth enough for a language model to predict samples of it.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -12,7 +16,7 @@ from jax.typing import DTypeLike
 from calm_jax.errors import UserError
 from calm_jax.losses import Posterior, clamped_kl, cross_entropy
 from calm_jax.models.layers import SwiGLU, linear, look_up, normal_init
-from calm_jax.placement import constrain
+from calm_jax.parallel.constraints import constrain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +38,7 @@ class AutoencoderConfig:
             if getattr(self, name) < 2 or getattr(self, name) % 2:
                 raise UserError(
                     f"autoencoder.model.{name}={getattr(self, name)} must be even and at least 2: one half of "
-                    "the layers works on tokens, the other on chunks"
+                    "the layers works on token vectors, the other half on chunk vectors"
                 )
         for name in ("latent_size", "hidden_size", "intermediate_size"):
             if getattr(self, name) < 1:
@@ -53,9 +57,12 @@ class AutoencoderConfig:
 
 
 class Noise(NamedTuple):
-    """The random numbers of one training loss of P chunks (see `Autoencoder.loss`).
+    """The random numbers of the training loss of P chunks (see `Autoencoder.loss`).
 
-    keep_token: bool [P, K]; eps: standard normal [P, Z]; keep_latent: bool [P, Z].
+    Attributes:
+        keep_token: bool [P, K], false for input tokens to drop.
+        eps: standard normal, float32 [P, Z], which samples the posterior.
+        keep_latent: bool [P, Z], false for latent dimensions to drop.
     """
 
     keep_token: Array
@@ -84,9 +91,13 @@ def _stack(config: AutoencoderConfig, num_layers: int, dtype: DTypeLike) -> nn.M
 
 
 class Autoencoder(nn.Module):
-    """Encoder and decoder of chunks, with one embedding table at both ends.
+    """Encoder and decoder of chunks, with tied input and output embeddings.
 
-    `dtype` is the arithmetic of the layers; parameters, posteriors and logits are float32.
+    Attributes:
+        config: `config.autoencoder.model`.
+        vocab_size: V.
+        chunk_size: K.
+        dtype: of the layers' arithmetic; parameters, posteriors and logits are float32.
     """
 
     config: AutoencoderConfig
@@ -126,25 +137,36 @@ class Autoencoder(nn.Module):
             return self._logits(self._refine(self.unfold(latent_PZ)), self.embed.embedding)
 
     def unfold(self, latent_PZ: Array) -> Array:
-        """Latents [P, Z] -> the beginnings of their K tokens, [P, K, D], which go on without each other."""
+        """First part of the decoder: latents [P, Z] -> one vector for each of the K positions, [P, K, D].
+
+        The rest of the decoder works on each position separately, so that a caller may decode some positions only.
+        """
         with jax.named_scope("unfold"):
             x_PD, _ = self.decoder_chunk_layers(self.from_latent(latent_PZ), None)
             return self.expand(x_PD).reshape(len(latent_PZ), self.chunk_size, -1)
 
     def _refine(self, x: Array) -> Array:
-        """Unfolded positions [..., D] -> what their logits are read from."""
+        """Second part of the decoder: unfolded positions [..., D] -> the vectors that give the logits, [..., D]."""
         x, _ = self.decoder_token_layers(x, None)
         return self.decoder_norm(x)
 
-    def likeliest(self, x_RD: Array, block: int) -> Array:
-        """The argmax tokens of unfolded positions, int32 [R]; logits of `block` tokens are held at once."""
-        with jax.named_scope("likeliest"):
+    def argmax_tokens(self, x_RD: Array, block: int) -> Array:
+        """The most likely token at each unfolded position.
+
+        Args:
+            x_RD: positions of `unfold`.
+            block: how many tokens of the vocabulary have their logits computed at once; bounds memory.
+
+        Returns:
+            Token ids, int32 [R]; of equally likely tokens the first, for any block.
+        """
+        with jax.named_scope("argmax_tokens"):
             x_RD, table_VD = self._refine(x_RD), self.embed.embedding
             if block >= self.vocab_size:
                 return self._logits(x_RD, table_VD).argmax(-1).astype(jnp.int32)
 
             def better(index: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
-                # The last block begins early enough to be whole; what it sees twice changes nothing.
+                # The last block starts early enough to be whole; tokens that it repeats do not change the maximum.
                 first = jnp.minimum(index * block, self.vocab_size - block)
                 rows = jax.lax.dynamic_slice_in_dim(table_VD, first, block)
                 logit_RV = self._logits(x_RD, rows)
@@ -167,7 +189,7 @@ class Autoencoder(nn.Module):
         )
 
     def draw_noise(self, key_P: Array) -> Noise:
-        """Fresh random numbers for `loss`, those of a chunk from its own key."""
+        """The random numbers for `loss`; each chunk's come from its own key."""
         keep_rate, latent_shape = 1 - self.config.dropout, (self.config.latent_size,)
 
         def draw(key: Array) -> Noise:
@@ -181,10 +203,16 @@ class Autoencoder(nn.Module):
         return jax.vmap(draw)(key_P)
 
     def loss(self, tokens_PK: Array, noise: Noise) -> tuple[Array, Array]:
-        """Training terms (paper, section 2): cross-entropy of each token [P, K], clamped KL of each chunk [P].
+        """The terms of the training loss, which is `cross_entropy.sum(K) + kl_weight * kl` (paper, section 2).
 
-        The loss of a chunk is the sum of the first over K plus `kl_weight` times the second. Tokens
-        are dropped to id 0 on the way in, latents to zero on the way out; targets stay whole.
+        Dropped input tokens become id 0, dropped latent dimensions zero; the targets are always the true tokens.
+
+        Args:
+            tokens_PK: chunks of token ids, int32.
+            noise: from `draw_noise`.
+
+        Returns:
+            Cross-entropy of each token in nats, [P, K], and clamped KL divergence of each chunk in nats, [P].
         """
         posterior = self.encode(jnp.where(noise.keep_token, tokens_PK, 0))
         latent_PZ = posterior.mean + posterior.std * noise.eps
@@ -193,5 +221,5 @@ class Autoencoder(nn.Module):
         return ce_PK, clamped_kl(posterior, self.config.kl_clamp)
 
     def __call__(self, tokens_PK: Array) -> Array:
-        """The logits [P, K, V] of a chunk's mean latent; touches every parameter, for `init`."""
+        """The logits [P, K, V] of each chunk's mean latent; uses every parameter, for `init`."""
         return self.decode(self.encode(tokens_PK).mean)

@@ -1,4 +1,13 @@
-"""CALM: a backbone over chunks of tokens, and a head that generates the next chunk's latent (paper, section 3)."""
+"""CALM, the continuous autoregressive language model: next-vector prediction over chunks of tokens (paper, section 3).
+
+A chunk of K tokens is one step of the sequence. The backbone, a Llama transformer, reads chunks of token ids and gives
+one hidden state per chunk; from the hidden state of chunk i, a generative head draws the latent vector of chunk i+1.
+The frozen autoencoder (autoencoder.py) decodes that latent to K tokens, and these tokens, not the latent, are the
+backbone's next input: the paper found latents as input much worse.
+
+Next: heads/energy.py, the head; `calm_jax.losses`, the energy score that trains it; `calm_jax.brier`, how the model is
+scored; `calm_jax.sampling.temperature`, how it is sampled at a temperature.
+"""
 
 import flax.linen as nn
 import jax
@@ -7,9 +16,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.losses import Posterior
+from calm_jax.models.kv_cache import Memory
 from calm_jax.models.layers import layer_norm, linear, look_up, normal_init
-from calm_jax.models.transformer import Memory, Transformer, TransformerConfig
-from calm_jax.placement import constrain
+from calm_jax.models.transformer import Transformer, TransformerConfig
+from calm_jax.parallel.constraints import constrain
 
 
 def _normal_but_zero_row(row: int) -> nn.initializers.Initializer:
@@ -20,7 +30,7 @@ def _normal_but_zero_row(row: int) -> nn.initializers.Initializer:
 
 
 class ChunkEmbedding(nn.Module):
-    """Chunks of token ids [B, L, K] -> [B, L, D]: K embeddings side by side, compressed by an MLP.
+    """Chunks of token ids [B, L, K] -> [B, L, D]: K embeddings, concatenated and compressed by an MLP.
 
     The pad token's embedding is zero and gets no gradient, as in the published code.
     """
@@ -50,7 +60,15 @@ class ChunkEmbedding(nn.Module):
 
 
 class CALM(nn.Module):
-    """The language model: `hidden` reads chunks, `head` (see `calm_jax.heads`) generates the next one."""
+    """The language model: `hidden` reads chunks, `sample` draws the next chunk's latent, `loss` trains both.
+
+    Attributes:
+        config: of the backbone.
+        head: a latent head (see `calm_jax.models.heads`).
+        vocab_size: V, of the embedding table; pads included.
+        pad_id: the token whose embedding stays zero.
+        dtype: of the arithmetic; parameters are float32.
+    """
 
     config: TransformerConfig
     head: nn.Module
@@ -71,23 +89,33 @@ class CALM(nn.Module):
     def hidden(
         self, tokens_BLK: Array, memory: Memory | None = None
     ) -> tuple[Array, Memory | None]:
-        """Hidden states [B, L, D]; the one at chunk i is what chunk i+1 is generated from."""
+        """Reads chunks.
+
+        Args:
+            tokens_BLK: token ids, int32 [B, L, K].
+            memory: a key-value cache or fork of one to continue from, or the documents to keep apart (see
+                `calm_jax.models.kv_cache`); None for whole blocks in which every chunk sees all chunks before it.
+
+        Returns:
+            Hidden states [B, L, D], the one at chunk i to generate chunk i+1 from; and the cache or fork, extended
+            by the L chunks (None without one).
+        """
         return self.backbone(self.embed(tokens_BLK), memory)
 
     def embedded(self, tokens_BLK: Array) -> Array:
-        """What the transformer reads, [B, L, D]."""
+        """The inputs of the transformer, one vector per chunk, [B, L, D]."""
         return self.embed(tokens_BLK)
 
     def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
-        """The head's loss of each position, [P]."""
+        """The head's loss at each position, float32 [P]: hidden states against the posteriors of the next chunks."""
         return self.head.loss(h_PD, posterior, key_P)
 
     def sample(self, h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
-        """Draws of the next chunk's latent, [P, N, Z]; see `calm_jax.heads`."""
+        """Draws of the next chunk's latent, [P, N, Z]; see `calm_jax.models.heads`."""
         return self.head.sample(h_PD, num_draws, key_P, noise_scale)
 
     def __call__(self, tokens_BLK: Array, key_P: Array) -> Array:
-        """One latent per position, [B*L, 1, Z]; touches every parameter, for `init`."""
+        """One latent per position, [B*L, 1, Z]; uses every parameter, for `init`."""
         h_BLD, _ = self.hidden(tokens_BLK)
         h_PD = h_BLD.reshape(-1, h_BLD.shape[-1])
         return self.head.sample(h_PD, 1, key_P, noise_scale=1)

@@ -1,4 +1,4 @@
-"""Layers that more than one network is made of."""
+"""Layers that several networks share."""
 
 import flax.linen as nn
 import jax
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.placement import constrain_groups, each_group, gathered, product
+from calm_jax.parallel.constraints import constrain_groups, each_group, gathered, product
 
 # Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
 normal_init = nn.initializers.normal(0.02)
@@ -20,7 +20,7 @@ def linear(
     use_bias: bool = True,
     kernel_init: nn.initializers.Initializer = normal_init,
 ) -> nn.DenseGeneral:
-    """A linear layer: `dtype` arithmetic over float32 parameters."""
+    """A linear layer over `axis`, in `dtype` arithmetic over float32 parameters."""
     return nn.DenseGeneral(
         features,
         axis=axis,
@@ -33,7 +33,10 @@ def linear(
 
 
 def look_up(embed: nn.Embed, tokens: Array) -> Array:
-    """The embeddings of tokens, as `embed(tokens)`; rows stay where they are, and the table comes to them."""
+    """The embeddings of tokens, as `embed(tokens)`; gathers a sharded table to each device, not the tokens to the table.
+
+    Each device then looks up its own rows of the batch.
+    """
     table = gathered(embed.embedding.astype(embed.dtype))
     tables = each_group(table, tokens)
     if tables is None:
@@ -46,7 +49,7 @@ def look_up(embed: nn.Embed, tokens: Array) -> Array:
 def layer_norm(
     epsilon: float, dtype: DTypeLike, name: str | None = None, affine: bool = True
 ) -> nn.LayerNorm:
-    """LayerNorm with float32 statistics, and with the two-pass variance, which does not cancel."""
+    """LayerNorm with float32 statistics and the two-pass variance, which has no cancellation."""
     return nn.LayerNorm(
         epsilon,
         dtype=dtype,
@@ -71,13 +74,13 @@ class SwiGLU(nn.Module):
 
 
 def rotary_angles(position_BL: Array, head_size: int, theta: float) -> Array:
-    """Angles of rotary embedding, [B, L, A/2] float32, of integer positions [B, L]."""
+    """The angles of the rotary embedding at integer positions, float32 [B, L, A/2]."""
     frequency = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
     return position_BL[..., None].astype(jnp.float32) * frequency
 
 
 def rotate(x_BLHA: Array, angle_BLA: Array) -> Array:
-    """Rotary embedding in the "rotate half" layout of Hugging Face's Llama."""
+    """Applies the rotary embedding, in the "rotate half" layout of Hugging Face's Llama."""
     cos, sin = jnp.cos(angle_BLA)[:, :, None], jnp.sin(angle_BLA)[:, :, None]
     first, second = jnp.split(x_BLHA.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

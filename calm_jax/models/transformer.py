@@ -1,8 +1,7 @@
-"""A Llama decoder, with an optional key-value cache that is an argument and a result (paper, section 3)."""
+"""The backbone: a Llama decoder; its optional key-value cache is an argument and a result (paper, section 3)."""
 
 import dataclasses
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,14 +11,15 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
 from calm_jax.models import attention
+from calm_jax.models.kv_cache import Fork, KVCache, Memory, SegmentIds, Written
 from calm_jax.models.layers import SwiGLU, linear, rotary_angles, rotate
-from calm_jax.placement import PRODUCT, constrain
+from calm_jax.parallel.constraints import PRODUCT, constrain
 
-# What each way of `lm.model.remat` keeps of a layer for the backward pass; None for everything.
+# For each `lm.model.remat`, the policy that says which values of a layer are kept for the backward pass; None keeps all.
 _KEPT = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
-    # Products with weights, and what the splash kernel gives; never the scores of attention.
+    # Products with weights and the results of the splash kernel; never the attention scores.
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, attention.KEPT),
 }
 
@@ -62,148 +62,8 @@ class TransformerConfig:
 
     @property
     def head_size(self) -> int:
+        """A, features per head."""
         return self.hidden_size // self.num_heads
-
-
-# Keys and values, [layers, B, S, G, A] each, without the first axis inside a layer.
-Written = tuple[Array, Array]
-
-
-class KVCache(NamedTuple):
-    """Keys and values of the chunks seen so far, one row per sequence; the chunk of position i at place i mod S.
-
-    key, value: see `Written`. length: [B] int32, how many chunks a row has seen. window: int32, how many
-    of the last chunks, with itself, each chunk sees: a number, or [B, L] for the L chunks of one read (see
-    `Packed`). To see W chunks of a longer text, S has to be at least W + L - 1, where L chunks are read at once,
-    and such a read must not go over the end of the S places.
-    """
-
-    key: Array
-    value: Array
-    length: Array
-    window: Array
-
-    @staticmethod
-    def empty(
-        config: TransformerConfig, batch: int, size: int, window: int | Array, dtype: DTypeLike
-    ) -> "KVCache":
-        shape = (config.num_layers, batch, size, config.num_kv_heads, config.head_size)
-        return KVCache(
-            jnp.zeros(shape, dtype),
-            jnp.zeros(shape, dtype),
-            jnp.zeros(batch, jnp.int32),
-            jnp.int32(window),
-        )
-
-    def next_position(self) -> Array:
-        """The position of each row's next chunk, [B]."""
-        return self.length
-
-    def extended(self, written: Written, num_new: int) -> "KVCache":
-        """With what the layers wrote for `num_new` more chunks."""
-        return self._replace(key=written[0], value=written[1], length=self.length + num_new)
-
-    def write(self, key_BLGA: Array, value_BLGA: Array) -> tuple[Written, Array]:
-        """In a layer: new keys and values in place, and which places each of them sees, bool [B, L, S]."""
-        size, num_new = self.key.shape[1], key_BLGA.shape[1]
-        put = jax.vmap(lambda rows, new, at: jax.lax.dynamic_update_slice(rows, new, (at, 0, 0)))
-        first_B = self.length % size
-        written = put(self.key, key_BLGA, first_B), put(self.value, value_BLGA, first_B)
-        # The position whose chunk stands at each place; below 0 where none has been written.
-        last_B1 = self.length[:, None] + num_new - 1
-        at_BS = last_B1 - (last_B1 - jnp.arange(size)) % size
-        behind_BLS = (self.length[:, None] + jnp.arange(num_new))[..., None] - at_BS[:, None]
-        seen_BLS = (at_BS[:, None] >= 0) & (behind_BLS >= 0) & (behind_BLS < self.window[..., None])
-        return written, seen_BLS
-
-    def attend(
-        self, query_BLHA: Array, key_BLGA: Array, value_BLGA: Array
-    ) -> tuple[Array, Written]:
-        """In a layer: what new chunks take from all before them and themselves; keys and values with theirs."""
-        written, mask_BLS = self.write(key_BLGA, value_BLGA)
-        return jax.nn.dot_product_attention(query_BLHA, *written, mask=mask_BLS[:, None]), written
-
-
-class Fork(NamedTuple):
-    """A continuation of the first chunks of a cache that it only reads, with a small cache of its own.
-
-    It sees of them what the last one saw, and the cache must hold every chunk from the first on. Under `vmap` over
-    forks of one prefix, the prefix is held once. `prefix.length` is how many chunks of it there are for the fork, and
-    `prefix.window`, a number or [B, 1], how many of the last of these it sees.
-    """
-
-    prefix: KVCache
-    own: KVCache
-
-    @staticmethod
-    def at(prefix: KVCache, length_B: Array, size: int) -> "Fork":
-        """A fork after the first `length` chunks of `prefix`, with room for `size` of its own."""
-
-        def room(x: Array) -> Array:
-            return jnp.zeros((*x.shape[:2], size, *x.shape[3:]), x.dtype)
-
-        own = KVCache(
-            room(prefix.key), room(prefix.value), jnp.zeros_like(prefix.length), jnp.int32(size)
-        )
-        window = prefix.window
-        if window.ndim:
-            window = jnp.take_along_axis(window, length_B[:, None] - 1, axis=1)
-        return Fork(prefix._replace(length=length_B, window=window), own)
-
-    def next_position(self) -> Array:
-        return self.prefix.length + self.own.length
-
-    def extended(self, written: Written, num_new: int) -> "Fork":
-        return self._replace(own=self.own.extended(written, num_new))
-
-    def attend(
-        self, query_BLHA: Array, key_BLGA: Array, value_BLGA: Array
-    ) -> tuple[Array, Written]:
-        """One softmax over what is seen of the prefix and of the fork's own chunks."""
-        written, own_mask_BLS = self.own.write(key_BLGA, value_BLGA)
-        shape = query_BLHA.shape
-        groups = key_BLGA.shape[2]
-        query_BLGRA = query_BLHA.reshape(*shape[:2], groups, -1, shape[3]) / math.sqrt(shape[3])
-
-        def scores(key_BSGA: Array, mask_BLS: Array) -> Array:
-            score = jnp.einsum(
-                "BLGRA,BSGA->BGRLS", query_BLGRA, key_BSGA, preferred_element_type=jnp.float32
-            )
-            return jnp.where(mask_BLS[:, None, None], score, -jnp.inf)
-
-        behind_BS = self.prefix.length[:, None] - jnp.arange(self.prefix.key.shape[1])
-        seen_BS = (behind_BS > 0) & (behind_BS <= self.prefix.window)
-        shared = scores(self.prefix.key, seen_BS[:, None])
-        weights = jax.nn.softmax(
-            jnp.concatenate([shared, scores(written[0], own_mask_BLS)], axis=-1), axis=-1
-        ).astype(query_BLHA.dtype)
-        split = self.prefix.key.shape[1]
-        mixed = jnp.einsum("BGRLS,BSGA->BLGRA", weights[..., :split], self.prefix.value)
-        mixed += jnp.einsum("BGRLS,BSGA->BLGRA", weights[..., split:], written[1])
-        return mixed.reshape(shape), written
-
-
-class Packed(NamedTuple):
-    """Whole blocks, nothing before them, of documents that do not see each other: equal numbers are one document's.
-
-    segment: [B, L] int32.
-    """
-
-    segment: Array
-
-    def next_position(self) -> Array:
-        """Positions run on over all documents: only differences of them matter."""
-        return jnp.zeros(len(self.segment), jnp.int32)
-
-    def window(self) -> Array:
-        """How many of the last chunks, with itself, each chunk sees, [B, L]."""
-        begins_BL = jnp.diff(self.segment, axis=1, prepend=self.segment[:, :1]) != 0
-        place_L = jnp.arange(self.segment.shape[1])
-        return place_L + 1 - jax.lax.cummax(jnp.where(begins_BL, place_L, 0), axis=1)
-
-
-# What a forward pass may continue from, or be divided by.
-Memory = KVCache | Fork | Packed
 
 
 class Attention(nn.Module):
@@ -226,7 +86,7 @@ class Attention(nn.Module):
         key_BLGA = rotate(project(config.num_kv_heads, "key"), angle_BLA)
         value_BLGA = project(config.num_kv_heads, "value")
         written = None
-        if memory is None or isinstance(memory, Packed):
+        if memory is None or isinstance(memory, SegmentIds):
             segment_BL = None if memory is None else memory.segment
             mixed = attention.attend(query_BLHA, key_BLGA, value_BLGA, segment_BL, config.attention)
         else:
@@ -256,28 +116,34 @@ class Block(nn.Module):
 
 
 def _per_layer(memory: Memory | None) -> Any:
-    """Which parts of a memory each layer has its own of (their first axis), and which all layers share."""
+    """The `in_axes` of a memory in the scan over layers: 0 for arrays with an axis of layers, broadcast for the others."""
     if memory is None:
         return None
-    if isinstance(memory, Packed):
-        return Packed(nn.broadcast)
+    if isinstance(memory, SegmentIds):
+        return SegmentIds(nn.broadcast)  # type: ignore[arg-type]  # a tree of axes, not of arrays
     if isinstance(memory, Fork):
         return Fork(_per_layer(memory.prefix), _per_layer(memory.own))
-    return KVCache(0, 0, nn.broadcast, nn.broadcast)
+    return KVCache(0, 0, nn.broadcast, nn.broadcast)  # type: ignore[arg-type]
 
 
 class Transformer(nn.Module):
-    """Layers and final norm: [B, L, D] -> [B, L, D], in `dtype` arithmetic."""
+    """Layers and final norm, in `dtype` arithmetic."""
 
     config: TransformerConfig
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x_BLD: Array, memory: Memory | None = None) -> tuple[Array, Memory | None]:
-        """With a cache, the L inputs of row b take places `length[b]..length[b]+L-1` of it.
+        """Hidden states of L inputs.
 
-        The returned cache counts all L inputs as filled; a caller whose rows are shorter sets
-        `length` back, and what stands beyond it is neither read nor kept.
+        Args:
+            x_BLD: embedded inputs.
+            memory: a cache or fork, after whose chunks the inputs come; segment ids, to keep documents apart; or None.
+
+        Returns:
+            Hidden states [B, L, D], and the cache or fork extended by the L inputs (None without one). It counts all L
+            inputs of every row; a caller whose rows are shorter sets its `length` back, and the chunks beyond are then
+            not seen and overwritten.
         """
         config = self.config
         batch, num_new, _ = x_BLD.shape
@@ -297,4 +163,5 @@ class Transformer(nn.Module):
             x_BLD = constrain(x_BLD.astype(self.dtype))
             x_BLD, written = layers(x_BLD, memory, angle_BLA)
             x_BLD = nn.RMSNorm(config.norm_epsilon, dtype=self.dtype, name="norm")(x_BLD)
-        return x_BLD, None if written is None else memory.extended(written, num_new)
+        # Only a cache or fork has written anything.
+        return x_BLD, None if written is None else memory.extended(written, num_new)  # type: ignore[union-attr]

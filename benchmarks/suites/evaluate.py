@@ -1,0 +1,55 @@
+"""The suite `eval`: one batch of an evaluation, loss and BrierLM, of CALM with the recipe's K and with K = 1, and of the baseline.
+
+FLOPs are not counted: no formula in `calm_jax.cost` is about an evaluation.
+"""
+
+import functools
+
+import jax
+from ml_collections import ConfigDict
+
+from benchmarks.measure import Cases, Options, Record, fresh_params, measured, random_tokens
+from benchmarks.suites.train import variant
+from calm_jax.config import resolve
+from calm_jax.data.tokenizers import vocabulary
+from calm_jax.parallel.mesh import global_batch, make_mesh, rows_here
+from calm_jax.planning.planner import stage_of
+from calm_jax.tasks import Batch, Params
+
+
+def cases(options: Options) -> Cases:
+    """CALM at the recipe's K and at K = 1, and the baseline; of a recipe of the baseline only the baseline."""
+    tree = options.tree
+    trees = {"eval:softmax": variant(tree, "head=softmax")}
+    if tree.lm.head.name != "softmax":
+        calm = {f"eval:k={tree.chunk_size}": tree}
+        if tree.chunk_size != 1:
+            calm["eval:k=1"] = variant(tree, "k=1")
+        trees = calm | trees
+    return {name: functools.partial(_batch, options, name, one) for name, one in trees.items()}
+
+
+def _batch(options: Options, name: str, tree: ConfigDict) -> list[Record]:
+    config = resolve(tree)
+    words, mesh = vocabulary(config.tokenizer), make_mesh(config.mesh)
+    task, source, _ = stage_of(config, "lm", words)
+    size, block = config.eval.batch_size, config.lm.data.block_tokens
+    key = jax.random.key(config.seed)
+    tokens_BT = random_tokens(words, size, block)[rows_here(size, mesh)]
+
+    with jax.set_mesh(mesh):
+        params = fresh_params(task, key, mesh)
+        frozen = {} if source is None else {"params": fresh_params(source, key, mesh)}
+        batch = global_batch({"tokens": tokens_BT, "targets": tokens_BT}, size, mesh)
+        key_B = jax.random.split(jax.random.key(1), size)
+
+    @jax.jit
+    def evaluate(params: Params, frozen: Params, batch: Batch, key_B: jax.Array) -> object:
+        return task.evaluate(params, frozen, batch, key_B)
+
+    def run() -> object:
+        with jax.set_mesh(mesh):
+            return evaluate(params, frozen, batch, key_B)
+
+    tokens = size * block
+    return [measured("eval", name, run, options, tokens, config.compute_dtype, mesh.size)]

@@ -1,0 +1,119 @@
+"""The suite `train`: a training step of each task and head, on the local devices and random tokens.
+
+`python -m calm_jax.plan` with the same recipe and a --topology predicts these figures.
+"""
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from benchmarks.measure import (
+    Cases,
+    Options,
+    Record,
+    fresh_params,
+    measured,
+    random_tokens,
+    with_flops,
+)
+from calm_jax.config import Config, resolve
+from calm_jax.cost import flops
+from calm_jax.data.tokenizers import Vocabulary, vocabulary
+from calm_jax.parallel.mesh import global_batch, make_mesh, rows_here
+from calm_jax.planning.planner import check_stage, stage_of
+from calm_jax.tasks import Batch, Params
+from calm_jax.training.step import TrainState, init_state, jit_step, make_step
+from configs import common
+
+# The stage and the head of each case.
+_CASES = {
+    "calm": ("lm", "energy"),
+    "calm-diffusion": ("lm", "diffusion"),
+    "calm-flow": ("lm", "flow"),
+    "ae": ("autoencoder", ""),
+    "ar": ("lm", "softmax"),
+}
+
+
+def variant(tree: ConfigDict, arguments: str) -> ConfigDict:
+    """A copy of a recipe with another head or chunk size (see `configs.common.variant`)."""
+    tree = copy.deepcopy(tree)
+    if arguments == "head=softmax":
+        # What the baseline does not have.
+        tree.stage, tree.autoencoder.checkpoint, tree.eval.skip_last_start = "all", "", False
+    return common.variant(tree, arguments)
+
+
+def cases(options: Options) -> Cases:
+    """Every task and head; of a recipe of the baseline only the baseline; with a stage only this stage of the recipe."""
+    tree = options.tree
+    if options.stage:
+        return {
+            options.stage: functools.partial(_measure, options, options.stage, tree, options.stage)
+        }
+    if tree.lm.head.name == "softmax":
+        return {"ar": functools.partial(_measure, options, "ar", tree, "lm")}
+    return {
+        name: functools.partial(
+            _measure, options, name, variant(tree, f"head={head}" if head else ""), stage
+        )
+        for name, (stage, head) in _CASES.items()
+    }
+
+
+@dataclasses.dataclass
+class Trained:
+    """A stage's step with its arguments; `advance` takes one step and keeps the new state.
+
+    Attributes:
+      mesh: of the local devices.
+      step: the jitted step; it reuses the memory of the state.
+      state, frozen, batch: its arguments.
+    """
+
+    mesh: Mesh
+    step: Any
+    state: TrainState
+    frozen: Params
+    batch: Batch
+
+    def advance(self) -> TrainState:
+        """Takes a step."""
+        with jax.set_mesh(self.mesh):
+            self.state = self.step(self.state, self.frozen, self.batch)
+        return self.state
+
+
+def fresh(config: Config, stage: str, words: Vocabulary) -> Trained:
+    """A stage's step before its first call, with fresh parameters and a batch of random tokens.
+
+    Raises:
+      UserError: if the recipe lacks the stage, or the mesh does not suit the devices, the batch or the attention.
+    """
+    training, block = getattr(config, stage).training, getattr(config, stage).data.block_tokens
+    mesh = make_mesh(config.mesh)
+    check_stage(config, stage, mesh)
+    task, source, optimizer = stage_of(config, stage, words)
+    key, size = jax.random.key(config.seed), training.batch_size
+    tokens_BT = random_tokens(words, size, block)[rows_here(size, mesh)]
+    with jax.set_mesh(mesh):
+        frozen = {} if source is None else {"params": fresh_params(source, key, mesh)}
+        batch = global_batch({"tokens": tokens_BT, "targets": tokens_BT}, size, mesh)
+        state = init_state(task, optimizer, frozen, batch, key, mesh)
+        step = jit_step(make_step(task, optimizer, training, key, words.pad_id), state, mesh)
+    return Trained(mesh, step, state, frozen, batch)
+
+
+def _measure(options: Options, name: str, tree: ConfigDict, stage: str) -> list[Record]:
+    config = resolve(tree)
+    words = vocabulary(config.tokenizer)
+    trained = fresh(config, stage, words)
+    tokens = trained.batch["tokens"].size
+    dtype, devices = config.compute_dtype, trained.mesh.size
+    one = measured("train", name, trained.advance, options, tokens, dtype, devices)
+    return [with_flops(one, flops.training(config, stage, words.vocab_size) * tokens)]

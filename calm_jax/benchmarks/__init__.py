@@ -1,1 +1,0 @@
-"""Measurements that documentation quotes; each module is a command."""

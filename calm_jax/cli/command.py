@@ -1,0 +1,50 @@
+"""The end of every command: exit status 0, one line of error and status 2, or status 75 after a signal."""
+
+import functools
+import logging as logging_lib
+import os
+import sys
+from collections.abc import Callable
+
+from absl import flags, logging
+
+from calm_jax.cli.signals import EXIT_INTERRUPTED, EndOnSignal
+from calm_jax.errors import Interrupted, UserError
+
+
+def _is_no_orbax_error(record: logging_lib.LogRecord) -> bool:
+    """False for errors that Orbax logs with a traceback: the command raises the same error itself, in one line."""
+    return not (record.levelno >= logging_lib.ERROR and "orbax" in record.pathname)
+
+
+def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], None]:
+    """Wraps a command's `main(argv)`, which returns an exit status or None, so that it never ends with a traceback.
+
+    A `UserError` becomes one line on stderr and exit status 2; a signal (`Interrupted`) becomes one line and status 75.
+    For a command that may run as several processes see `calm_jax.parallel.startup.multihost_command`.
+    """
+
+    @functools.wraps(main)
+    def run(argv: list[str]) -> None:
+        # Libraries log every checkpoint and compilation at level INFO, which is hidden unless --verbosity is given.
+        if not flags.FLAGS["verbosity"].present:
+            logging.set_verbosity(logging.WARNING)
+            logging.get_absl_logger().addFilter(_is_no_orbax_error)
+        # A character that the terminal cannot encode is printed as its escape sequence.
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        try:
+            with EndOnSignal():
+                status = main(argv) or 0
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = 2
+        except BrokenPipeError:
+            # The reader of the output, such as `head`, has exited. Python flushes stdout at exit, which must not fail.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            status = 0
+        except Interrupted as interruption:
+            print(f"interrupted: {interruption}", file=sys.stderr)
+            status = EXIT_INTERRUPTED
+        sys.exit(status)
+
+    return run

@@ -1,0 +1,85 @@
+"""Terminal output of long work: durations, tables and the progress line."""
+
+import sys
+import time
+from collections.abc import Mapping
+
+import rich.console
+import rich.progress
+
+
+def duration(seconds: float) -> str:
+    """A duration as people write it: "45 s", "3 min 20 s", "5 h 12 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+class Progress:
+    """The progress of a stage: a live line on a terminal, else a plain line for each logged step.
+
+    Args:
+      stage: its name.
+      first_step: the step that training begins or resumes at.
+      num_steps: the last step.
+    """
+
+    def __init__(self, stage: str, first_step: int, num_steps: int):
+        self._stage, self._first, self._num_steps = stage, first_step, num_steps
+        self._began = time.monotonic()
+        self._bar = None
+        if sys.stdout.isatty():
+            self._bar = rich.progress.Progress(
+                rich.progress.TextColumn("{task.description}"),
+                rich.progress.BarColumn(),
+                rich.progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                rich.progress.TextColumn("{task.fields[values]}"),
+                rich.progress.TextColumn("{task.fields[left]}"),
+            )
+            self._task = self._bar.add_task(
+                stage, total=num_steps, completed=first_step, values="compiling", left=""
+            )
+            self._bar.start()
+
+    def step(self, step: int) -> None:
+        """Updates the live line to a step."""
+        if self._bar:
+            self._bar.update(self._task, completed=step, left=self._left(step))
+
+    def values(self, step: int, values: Mapping[str, float]) -> None:
+        """Shows the loss and the speed of a logged step; `values` has "loss" and "tokens_per_second"."""
+        loss, speed = values["loss"], values["tokens_per_second"]
+        text = f"loss {loss:.4g}  {speed:,.0f} tokens/s"
+        if self._bar:
+            self._bar.update(self._task, completed=step, values=text, left=self._left(step))
+        else:
+            print(
+                f"{self._stage}: step {step}/{self._num_steps}  {text}  {self._left(step)}",
+                flush=True,
+            )
+
+    def note(self, text: str) -> None:
+        """Prints a line that stays above the live line."""
+        if self._bar:
+            self._bar.console.print(f"{self._stage}: {text}", highlight=False)
+        else:
+            print(f"{self._stage}: {text}", flush=True)
+
+    def _left(self, step: int) -> str:
+        done = step - self._first
+        if done <= 0:
+            return ""
+        seconds = (time.monotonic() - self._began) / done * (self._num_steps - step)
+        return f"{duration(seconds)} left"
+
+    def close(self) -> None:
+        if self._bar:
+            self._bar.stop()
+
+
+def console() -> rich.console.Console:
+    """A console for tables: as wide as the terminal, else 120 columns."""
+    return rich.console.Console(width=None if sys.stdout.isatty() else 120)

@@ -1,0 +1,396 @@
+"""Documents to blocks of tokens, in memory: special tokens around each document, and the ways to cut blocks."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from calm_jax.data.tokenizers import Tokenizer
+from calm_jax.errors import UserError
+
+# The target at a position without loss. Pads that fill a document's last chunk are ordinary targets.
+MASKED = -100
+# Documents per call of a tokenizer: enough to keep its own threads busy.
+_ENCODE_BATCH = 256
+# Blocks of records are a multiple of this many chunks long: attention and matrix units prefer round numbers.
+_RECORD_CHUNKS = 16
+# The published packing concatenates this many documents and drops the tokens after their last whole block.
+PUBLISHED_GROUP = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """`config.<stage>.data`; every key is described in `configs/common.py`."""
+
+    block_tokens: int
+    packing: str
+    append_eos: bool
+    align_documents_to_chunks: bool
+    front_fill: str
+    isolate_documents: bool
+
+    def __post_init__(self) -> None:
+        if self.isolate_documents and not self.align_documents_to_chunks:
+            raise UserError(
+                "data.isolate_documents=True needs data.align_documents_to_chunks=True: a chunk with tokens of two "
+                "documents cannot be hidden from either of them"
+            )
+        if self.front_fill not in ("none", "random"):
+            raise UserError(f"data.front_fill={self.front_fill!r} must be 'none' or 'random'")
+        if self.packing not in ("windows", "documents", "published"):
+            raise UserError(
+                f"data.packing={self.packing!r} must be 'windows', 'documents' or 'published'"
+            )
+
+    def frame(self, chunk_size: int) -> "Frame":
+        """The special tokens around each document, for chunks of `chunk_size` tokens."""
+        return Frame(self.append_eos, self.align_documents_to_chunks, self.front_fill, chunk_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """The special tokens around each document's tokens: pads, bos, text, eos, pads.
+
+    Attributes:
+        append_eos: whether eos follows the text.
+        align_documents_to_chunks: whether pads follow, up to a whole number of chunks.
+        front_fill: "random" puts 0 to `chunk_size - 1` pads before bos, "none" puts none.
+        chunk_size: K, tokens per chunk.
+    """
+
+    append_eos: bool
+    align_documents_to_chunks: bool
+    front_fill: str
+    chunk_size: int
+
+    def draw_front(self, rng: np.random.Generator) -> int:
+        """Draws the number of pads before a document's bos."""
+        return int(rng.integers(self.chunk_size)) if self.front_fill == "random" else 0
+
+    def around(self, ids: np.ndarray, front: int, tokenizer: Tokenizer) -> np.ndarray:
+        """Adds the special tokens to a document's `ids`, with `front` pads before bos; int32."""
+        length = front + 1 + len(ids) + self.append_eos
+        back = -length % self.chunk_size if self.align_documents_to_chunks else 0
+        framed = np.full(length + back, tokenizer.pad_id, np.int32)
+        framed[front] = tokenizer.bos_id
+        framed[front + 1 : front + 1 + len(ids)] = ids
+        if self.append_eos:
+            framed[front + 1 + len(ids)] = tokenizer.eos_id
+        return framed
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Blocks in memory: a random-access source of {"tokens", "targets"}, int32 [T] each.
+
+    Targets are the tokens, but MASKED in filler and prompts.
+
+    Attributes:
+        tokens: int32 [blocks, T].
+        num_valid: [blocks], tokens of a block before its filler.
+        num_given: [blocks], tokens of a block up to the end of its prompt, with the pads and bos before it; 0 without
+            a prompt.
+    """
+
+    tokens: np.ndarray
+    num_valid: np.ndarray
+    num_given: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.tokens.shape[1]
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        tokens = self.tokens[index]
+        # A shortcut for nearly all blocks of running text: nothing is masked.
+        is_whole = self.num_valid[index] == tokens.size and not self.num_given[index]
+        targets = tokens if is_whole else self.targets(np.asarray([index]))[0]
+        return {"tokens": tokens, "targets": targets}
+
+    def targets(self, index_N: np.ndarray) -> np.ndarray:
+        """The targets of the blocks `index_N`, [N, T]."""
+        place_T = np.arange(self.tokens.shape[1])
+        given_NT = place_T < self.num_given[index_N, None]
+        valid_NT = place_T < self.num_valid[index_N, None]
+        return np.where(valid_NT & ~given_NT, self.tokens[index_N], np.int32(MASKED))
+
+
+class BlockSource(Protocol):
+    """A random-access source of {"tokens", "targets"}, int32 [block_tokens] each.
+
+    `targets(index_N)` gives the targets of several blocks, [N, T].
+    """
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
+
+    def targets(self, index_N: np.ndarray) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class IsolatedBlocks:
+    """Packed blocks with segment ids, so that attention can keep their documents apart.
+
+    Adds "segments", int32 [T], equal for tokens of one document. The first chunk of a document inside a block is masked:
+    it would be predicted from another document. (The first chunk of a block is never predicted.)
+
+    Attributes:
+        packed: the blocks.
+        starts_D: the token at which each document begins, in the concatenation of all documents and their special
+            tokens.
+        first_N: the token at which each block begins there; None if the blocks follow each other without gaps.
+        chunk_size: K, tokens per chunk.
+    """
+
+    packed: BlockSource
+    starts_D: np.ndarray
+    first_N: np.ndarray | None
+    chunk_size: int
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.packed.block_tokens
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        block, segments = self.packed[index], self._segments(index)
+        targets, size = block["targets"].copy(), self.chunk_size
+        targets[size:][segments[size:] != segments[:-size]] = MASKED
+        return block | {"targets": targets, "segments": segments}
+
+    def targets(self, index_N: np.ndarray) -> np.ndarray:
+        """The targets of the blocks `index_N`, [N, T]."""
+        return np.stack([self[index]["targets"] for index in index_N])
+
+    def _segments(self, index: int) -> np.ndarray:
+        size = self.block_tokens
+        first = int(index) * size if self.first_N is None else self.first_N[index]
+        begin, end = np.searchsorted(self.starts_D, [first, first + size])
+        # Filler gets the segment ids of the text that follows the block. It comes after all targets, so no target sees it.
+        begins_T = np.bincount(self.starts_D[begin:end] - first, minlength=size)
+        return begins_T.cumsum().astype(np.int32)
+
+
+def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Token ids of each text, int32, without bos or eos."""
+    encoded = []
+    for start in range(0, len(texts), _ENCODE_BATCH):
+        encoded += [
+            np.asarray(ids, np.int32)
+            for ids in tokenizer.encode_batch(texts[start : start + _ENCODE_BATCH])
+        ]
+    return encoded
+
+
+def pack(
+    encoded: Sequence[np.ndarray],
+    tokenizer: Tokenizer,
+    config: BlockConfig,
+    chunk_size: int,
+    seed: int,
+    keep_remainder: bool,
+    name: str,
+) -> Blocks | IsolatedBlocks:
+    """Concatenates documents with the special tokens around them, and cuts blocks.
+
+    Args:
+        encoded: token ids of each document.
+        tokenizer: the source of bos, eos and pad.
+        config: the size of blocks, the special tokens, and how documents are packed: "windows" cuts the concatenation,
+            "documents" keeps documents whole where they fit, "published" drops the end of each group of 1,000 documents.
+        chunk_size: K, tokens per chunk.
+        seed: of the pads that `front_fill="random"` draws for each document.
+        keep_remainder: whether the last block is filled up with masked pads; otherwise a partial block is dropped.
+            "documents" fills up every block, whatever this is.
+        name: what the documents are, for messages.
+
+    Raises:
+        UserError: the documents do not fill one block, and a partial block would be dropped.
+    """
+    rng, frame = np.random.default_rng(seed), config.frame(chunk_size)
+    framed = [frame.around(ids, frame.draw_front(rng), tokenizer) for ids in encoded]
+    block, pad_id = config.block_tokens, tokenizer.pad_id
+    if config.packing == "published":
+        framed = list(whole_blocks(framed, block))
+    starts_D, first_N = np.cumsum([0, *map(len, framed[:-1])]), None
+    if config.packing == "documents":
+        flat = np.concatenate(framed)
+        first_N, size_N = document_blocks(starts_D, len(flat), block)
+        rows = [flat[i : i + size] for i, size in zip(first_N, size_N, strict=True)]
+        blocks = _filled(rows, block, pad_id)
+    else:
+        blocks = _cut(framed, pad_id, block, keep_remainder, name)
+    if config.isolate_documents:
+        return IsolatedBlocks(blocks, starts_D, first_N, chunk_size)
+    return blocks
+
+
+def whole_blocks(framed: Iterable[np.ndarray], block_tokens: int) -> Iterator[np.ndarray]:
+    """The published packing: of each group of 1,000 documents, the tokens that fill whole blocks.
+
+    The last documents of a group may be cut off or missing. `framed` are all documents with their special tokens.
+    """
+    framed = iter(framed)
+    while group := list(itertools.islice(framed, PUBLISHED_GROUP)):
+        left = sum(map(len, group)) // block_tokens * block_tokens
+        for tokens in group:
+            if left:
+                yield tokens[:left]
+                left -= min(left, len(tokens))
+
+
+def document_blocks(
+    starts_D: np.ndarray, num_tokens: int, block: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts a text into blocks of whole documents, each of as many consecutive documents as fit.
+
+    A document longer than a block is split into parts of a block each; the rest of it is packed like a short document.
+
+    Args:
+        starts_D: the token at which each document begins; the first is 0.
+        num_tokens: tokens of the text.
+        block: the most tokens of a block.
+
+    Returns:
+        `(first_N, size_N)`: the first token and the number of tokens of each block.
+    """
+    length_D = np.diff(starts_D, append=num_tokens)
+    parts_D = -(-length_D // block)
+    document_P = np.repeat(np.arange(len(starts_D)), parts_D)
+    place_P = np.arange(len(document_P)) - np.repeat(np.cumsum(parts_D) - parts_D, parts_D)
+    first_P = starts_D[document_P] + place_P * block
+    stop_P = np.append(first_P[1:], num_tokens)
+    # For a block that begins with part p, the first part that does not fit into it.
+    next_P = np.searchsorted(stop_P, first_P + block, side="right").tolist()
+    begins, part = [], 0
+    while part < len(next_P):
+        begins.append(part)
+        part = next_P[part]
+    first_N = first_P[begins]
+    return first_N, stop_P[np.asarray([*begins[1:], len(next_P)]) - 1] - first_N
+
+
+def _cut(
+    pieces: Sequence[np.ndarray], pad_id: int, block: int, keep_remainder: bool, name: str
+) -> Blocks:
+    flat = np.concatenate([np.zeros(0, np.int32), *pieces])
+    if not keep_remainder and len(flat) < block:
+        raise UserError(
+            f"{name} has {len(flat)} tokens, and one block needs {block}: give more text, or a smaller "
+            "data.block_tokens"
+        )
+    num_blocks = -(-len(flat) // block) if keep_remainder else len(flat) // block
+    return _filled([flat[i * block : (i + 1) * block] for i in range(num_blocks)], block, pad_id)
+
+
+def _completion(ids: np.ndarray, tokenizer: Tokenizer, chunk_size: int) -> np.ndarray:
+    """A completion's tokens, eos, and pads up to a whole number of chunks."""
+    pads = -(len(ids) + 1) % chunk_size
+    end = [tokenizer.eos_id, *[tokenizer.pad_id] * pads]
+    return np.concatenate([ids, np.asarray(end, np.int32)])
+
+
+def pack_completions(
+    completions: Sequence[np.ndarray],
+    tokenizer: Tokenizer,
+    config: BlockConfig,
+    chunk_size: int,
+    keep_remainder: bool,
+    name: str,
+) -> Blocks:
+    """Blocks of completions without their prompts, to train an autoencoder on the chunks that the language model generates.
+
+    The completions' chunks are those of `pack_records`; for the arguments see `pack`.
+    """
+    pieces = [_completion(ids, tokenizer, chunk_size) for ids in completions]
+    return _cut(pieces, tokenizer.pad_id, config.block_tokens, keep_remainder, name)
+
+
+def pack_records(
+    names: Sequence[str],
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[np.ndarray],
+    tokenizer: Tokenizer,
+    config: BlockConfig,
+    chunk_size: int,
+) -> tuple[Blocks, list[str]]:
+    """Packs one record (prompt and completion) in each block, laid out as in generation.
+
+    A block is pads, bos, prompt, completion, eos, pads. The first pads let the completion begin on a chunk boundary, the
+    last ones fill its last chunk. Targets are the completion, eos and the pads of that chunk.
+
+    Blocks are as long as the longest record, rounded up to a multiple of 16 chunks, and at most `config.block_tokens`.
+
+    Args:
+        names: a name of each record.
+        prompts: token ids of each prompt.
+        completions: token ids of each completion.
+        tokenizer: the source of bos, eos and pad.
+        config: the longest block.
+        chunk_size: K, tokens per chunk.
+
+    Returns:
+        The blocks, and the names of the records left out because they are longer than `config.block_tokens`.
+    """
+    rows, given, too_long = [], [], []
+    for name, prompt, completion in zip(names, prompts, completions, strict=True):
+        front = -(1 + len(prompt)) % chunk_size
+        begin = [*[tokenizer.pad_id] * front, tokenizer.bos_id]
+        row = np.concatenate(
+            [np.asarray(begin, np.int32), prompt, _completion(completion, tokenizer, chunk_size)]
+        )
+        if len(row) > config.block_tokens:
+            too_long.append(name)
+            continue
+        rows.append(row)
+        given.append(front + 1 + len(prompt))
+    longest = max(map(len, rows), default=0)
+    size = min(config.block_tokens, longest + -longest % (_RECORD_CHUNKS * chunk_size))
+    blocks = _filled(rows, size, tokenizer.pad_id)
+    return dataclasses.replace(blocks, num_given=np.asarray(given, int)), too_long
+
+
+def _filled(rows: Sequence[np.ndarray], block: int, pad_id: int) -> Blocks:
+    """Blocks of `block` tokens from rows of at most as many, filled up with pads."""
+    tokens = np.full((len(rows), block), pad_id, np.int32)
+    for filled, row in zip(tokens, rows, strict=True):
+        filled[: len(row)] = row
+    return Blocks(tokens, np.asarray([len(row) for row in rows]), np.zeros(len(rows), int))
+
+
+def document_windows(
+    documents: Sequence[np.ndarray], pad_id: int, block_tokens: int, context_tokens: int, unit: int
+) -> Blocks:
+    """Windows over each document, in which every token after the first `context_tokens` is scored once.
+
+    A window begins `block_tokens - context_tokens` after the one before it; its first `context_tokens` are context only.
+    They are not masked here: `brier.Protocol.first_token` leaves them out of the score. The scored tokens and their
+    context are the same for every chunk size, so that models of any K compare. A document of at most `context_tokens`
+    has no window.
+
+    Args:
+        documents: token ids of each document, with bos.
+        pad_id: the token of the filler.
+        block_tokens: the most tokens of a window.
+        context_tokens: tokens of context, at the beginning of each window.
+        unit: the blocks' size is a multiple of this, usually the chunk size; the filler is masked.
+    """
+    stride = block_tokens - context_tokens
+    rows = [
+        document[start : start + block_tokens]
+        for document in documents
+        for start in range(0, len(document) - context_tokens, stride)
+    ]
+    longest = max(map(len, rows), default=block_tokens)
+    return _filled(rows, longest + -longest % unit, pad_id)

@@ -1,0 +1,116 @@
+"""Prepares text for training: documents to shards of tokens, by many processes on one machine or several.
+
+    python -m calm_jax.data.prepare --input='pile/*.jsonl.zst' --tokenizer=tokenizer.model --output=prepared/pile
+
+The first of two passes counts documents and finds bad records and, with --deduplicate, copies; the second tokenises. After
+an interruption the same command continues, on any number of workers, and the result is the same to the byte.
+"""
+
+import os
+import pathlib
+
+from absl import app, flags
+
+from calm_jax.cli.command import command
+from calm_jax.cli.flags import parse_flags
+from calm_jax.data.files import find_files
+from calm_jax.data.prepare.options import KEY, Options
+from calm_jax.data.prepare.preparation import prepare
+from calm_jax.data.tokenizers import open_tokenizer
+from calm_jax.errors import UserError
+
+_INPUT = flags.DEFINE_string(
+    "input", "", "comma-separated globs of .txt, .jsonl, .json (and .gz, .zst of these), .parquet"
+)
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer",
+    "",
+    "Llama 3's tokenizer.model or tokenizer.json, a SentencePiece model, or 'bytes'",
+)
+_OUTPUT = flags.DEFINE_string("output", "", "folder to write")
+_WORKERS = flags.DEFINE_integer("workers", 0, "worker processes; 0 for one per core")
+_SCHEDULER = flags.DEFINE_string(
+    "scheduler", "", "address of a running Dask cluster that sees input and output, tcp://HOST:8786"
+)
+_TEXT_FIELD = flags.DEFINE_string("text_field", "text", "field of a record that holds the text")
+_ON_BAD_RECORD = flags.DEFINE_string(
+    "on_bad_record", "raise", "'raise' (names file and line) or 'skip' (counted)"
+)
+_MIN_CHARACTERS = flags.DEFINE_integer("min_characters", 0, "shorter documents are left out")
+_MAX_WORDS = flags.DEFINE_integer(
+    "max_words", 0, "longer documents are cut into pieces of this many words (published: 10000)"
+)
+_APPEND_EOS = flags.DEFINE_bool(
+    "append_eos", True, "eos after each document (published: only for the autoencoder)"
+)
+_ALIGN = flags.DEFINE_bool(
+    "align_documents_to_chunks",
+    False,
+    "pads after each document up to whole chunks (published: only for the autoencoder)",
+)
+_FRONT_FILL = flags.DEFINE_string(
+    "front_fill", "none", "'random': 0 to chunk_size-1 pads before each document"
+)
+_CHUNK_SIZE = flags.DEFINE_integer("chunk_size", 4, "K, for the two flags above")
+_DEDUPLICATE = flags.DEFINE_bool(
+    "deduplicate", False, "leave out documents equal to an earlier one"
+)
+_PACKING = flags.DEFINE_string(
+    "packing",
+    "all",
+    "'all' keeps every token; 'published' drops the tokens after the last whole block of every 1000 documents",
+)
+_BLOCK_TOKENS = flags.DEFINE_integer(
+    "block_tokens", 0, "tokens of a block, for --packing=published"
+)
+_SEED = flags.DEFINE_integer("seed", 0, "seed of --front_fill=random")
+_SHARD_CHARACTERS = flags.DEFINE_integer("shard_characters", 2**30, "characters of text in a shard")
+
+
+@command
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}")
+    for name, value in (
+        (KEY, _INPUT.value),
+        ("--tokenizer", _TOKENIZER.value),
+        ("--output", _OUTPUT.value),
+    ):
+        if not value:
+            raise UserError(f"give {name}")
+    if "://" in _OUTPUT.value:
+        raise UserError(f"--output={_OUTPUT.value} must be a folder of a file system")
+    if _WORKERS.value < 0 or (_WORKERS.value and _SCHEDULER.value):
+        raise UserError(
+            f"--workers={_WORKERS.value} must not be negative, and cannot be combined with --scheduler"
+        )
+    options = Options(
+        text_field=_TEXT_FIELD.value,
+        on_bad_record=_ON_BAD_RECORD.value,
+        min_characters=_MIN_CHARACTERS.value,
+        max_words=_MAX_WORDS.value,
+        append_eos=_APPEND_EOS.value,
+        align_documents_to_chunks=_ALIGN.value,
+        front_fill=_FRONT_FILL.value,
+        chunk_size=_CHUNK_SIZE.value,
+        deduplicate=_DEDUPLICATE.value,
+        packing=_PACKING.value,
+        block_tokens=_BLOCK_TOKENS.value,
+        seed=_SEED.value,
+        shard_characters=_SHARD_CHARACTERS.value,
+    )
+    tokenizer, _ = open_tokenizer(_TOKENIZER.value)
+    files = find_files(_INPUT.value, KEY)
+    workers = _WORKERS.value or len(os.sched_getaffinity(0))
+    output = pathlib.Path(_OUTPUT.value)
+    index = prepare(files, tokenizer, output, options, workers, _SCHEDULER.value)
+    for reason, count in index["left_out"].items():
+        what = f"the rest of {count:,} files" if reason.endswith("file") else f"{count:,} documents"
+        print(f"left out: {what}: {reason}")
+    print(
+        f"{output}: {index['documents']:,} documents, {index['tokens']:,} tokens in {len(index['shards'])} shards"
+    )
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags)

@@ -1,0 +1,260 @@
+"""Dask workers, on this machine or of a running cluster, and their reports of progress."""
+
+import contextlib
+import logging
+import os
+import pathlib
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import rich.progress
+
+from calm_jax.cli.progress import duration
+from calm_jax.errors import UserError
+
+_IN_WORKERS = "distributed.nanny.pre-spawn-environ"
+_DASK = {
+    # Dask logs every worker that comes or goes.
+    "logging.distributed": "critical",
+    # More than Dask's 3, for machines that may be preempted at any time.
+    "distributed.scheduler.allowed-failures": 10,
+    f"{_IN_WORKERS}.DASK_LOGGING__DISTRIBUTED": "critical",
+    # Each core has a worker process, so a tokenizer's own threads would only compete for cores.
+    f"{_IN_WORKERS}.TOKENIZERS_PARALLELISM": "false",
+    f"{_IN_WORKERS}.RAYON_NUM_THREADS": "1",
+    # By default Dask makes malloc return memory at once, which costs a page fault for every page of every document.
+    f"{_IN_WORKERS}.MALLOC_TRIM_THRESHOLD_": str(2**26),
+    f"{_IN_WORKERS}.MALLOC_MMAP_THRESHOLD_": str(2**25),
+}
+# Seconds between lines of progress where there is no terminal.
+_LINE_EVERY = 10.0
+# Seconds to wait for a scheduler.
+_CLUSTER_TIMEOUT = 60
+# Seconds to wait for its first worker, which may be in a queue.
+_WORKERS_TIMEOUT = 3600
+# Seconds without a finished task after which the workers are counted.
+_LOOK_EVERY = 15
+_GOES_ON = "what was complete is kept, the same command goes on from there"
+
+
+class Progress:
+    """Shows progress: a live line on a terminal, otherwise a plain line every 10 seconds.
+
+    Args:
+        what: the name of the pass.
+        total: documents to process; 0 if unknown.
+    """
+
+    def __init__(self, what: str, total: int):
+        self._what, self._total = what, total
+        self.counts = {"documents": 0, "characters": 0, "tokens": 0}
+        self._done = 0
+        self._began = self._shown = time.monotonic()
+        self._bar = None
+        if sys.stdout.isatty():
+            self._bar = rich.progress.Progress(
+                rich.progress.TextColumn("{task.description}"),
+                rich.progress.BarColumn(),
+                rich.progress.TextColumn("{task.fields[text]}"),
+            )
+            self._task = self._bar.add_task(what, total=total or None, text="")
+            self._bar.start()
+
+    def add(self, documents: int, characters: int, tokens: int) -> None:
+        """Adds the numbers since the last call."""
+        self._done += documents
+        self.counts["documents"] += documents
+        self.counts["characters"] += characters
+        self.counts["tokens"] += tokens
+        now = time.monotonic()
+        if self._bar:
+            self._bar.update(self._task, completed=self._done, text=self._text(now))
+        elif now - self._shown > _LINE_EVERY:
+            self._shown = now
+            print(f"{self._what}: {self._text(now)}", flush=True)
+
+    def _counted(self, now: float) -> str:
+        seconds = max(now - self._began, 1e-9)
+        parts = [f"{self.counts['documents']:,} documents"]
+        for name in ("characters", "tokens"):
+            if self.counts[name] and (name == "tokens" or not self.counts["tokens"]):
+                count = self.counts[name]
+                parts.append(f"{count / 1e6:,.1f}M {name}, {count / seconds / 1e6:.2f}M a second")
+        return ", ".join(parts)
+
+    def _text(self, now: float) -> str:
+        if not 0 < self._done < self._total:
+            return self._counted(now)
+        left = (now - self._began) / self._done * (self._total - self._done)
+        return f"{self._counted(now)}, {duration(left)} left"
+
+    def close(self) -> None:
+        """Ends the live line, or prints a last plain line."""
+        now = time.monotonic()
+        if self._bar:
+            self._bar.stop()
+        else:
+            print(f"{self._what}: {self._counted(now)}, {duration(now - self._began)}", flush=True)
+
+
+class Stopped(Exception):
+    """Raised in a worker: the command that submitted this task has ended."""
+
+
+class Reporter:
+    """Called in a worker: sends counts to the client's `Progress`. Raises `Stopped` if the client's run has ended.
+
+    Args:
+        marker: a file that exists as long as the run.
+    """
+
+    def __init__(self, marker: pathlib.Path):
+        self._marker = marker
+
+    def __call__(self, documents: int, characters: int, tokens: int) -> None:
+        import distributed
+
+        if not self._marker.exists():
+            raise Stopped(f"{self._marker} is gone")
+        distributed.get_worker().log_event(self._marker.name, (documents, characters, tokens))
+
+
+def _leave_interrupts() -> None:
+    """Ignores Ctrl-C, which reaches all processes of a terminal: the command ends its workers itself."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class Cluster(contextlib.ExitStack):
+    """Dask workers, in a `with`: processes on this machine, or the workers of a running cluster.
+
+    `__enter__` raises `UserError` if there are no workers, or one does not see the folder `work`.
+
+    Args:
+        work: the folder of intermediate files, which all workers must share.
+        workers: the number of processes to start, without a scheduler.
+        scheduler: the address of a running cluster, or empty.
+
+    Attributes:
+        report: to be called by tasks with the numbers of documents, characters and tokens since the last call.
+        num_workers: the number of workers at present.
+    """
+
+    def __init__(self, work: pathlib.Path, workers: int, scheduler: str):
+        super().__init__()
+        self._work, self._workers, self._scheduler = work, workers, scheduler
+        # A name of its own for each run: other runs may share the cluster, at the same time or later.
+        self._marker = work / f"run-{uuid.uuid4().hex}"
+        self.report = Reporter(self._marker)
+
+    def __enter__(self) -> "Cluster":
+        try:
+            import dask
+
+            dask.config.set(_DASK)
+            import distributed
+        except ImportError as error:
+            raise UserError("preparing text needs Dask: pip install 'calm_jax[data]'") from error
+        self._distributed = distributed
+        self._marker.touch()
+        self.callback(self._marker.unlink, missing_ok=True)
+        # Closes cluster and client if a later step fails.
+        with contextlib.ExitStack() as stack:
+            address = self._scheduler or stack.enter_context(self._local())
+            self.client = self._connected(address, stack)
+            if not self._scheduler:
+                self.client.register_worker_callbacks(_leave_interrupts)
+            for worker, sees_it in self.client.run(os.path.isdir, str(self._work)).items():
+                if not sees_it:
+                    raise UserError(
+                        f"worker {worker} does not see {self._work}: give an --output that all workers share"
+                    )
+            self.push(stack.pop_all())
+        return self
+
+    def _local(self) -> Any:
+        try:
+            return self._distributed.LocalCluster(
+                n_workers=self._workers,
+                threads_per_worker=1,
+                # No limit by Dask, which would kill a worker with a large document.
+                memory_limit=0,
+                # Any free port: Dask's default may belong to another cluster of this machine.
+                dashboard_address="localhost:0",
+                local_directory=str(self._work / "dask"),
+                silence_logs=logging.CRITICAL,
+            )
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"--workers={self._workers} could not be started ({error})") from error
+
+    def _connected(self, address: Any, stack: contextlib.ExitStack) -> Any:
+        try:
+            client = stack.enter_context(
+                self._distributed.Client(address, timeout=_CLUSTER_TIMEOUT)
+            )
+            if not client.scheduler_info(n_workers=-1)["workers"]:
+                print(f"waiting for workers of {self._scheduler}", flush=True)
+            client.wait_for_workers(1, timeout=_WORKERS_TIMEOUT)
+        except (OSError, TimeoutError, ValueError) as error:
+            raise UserError(
+                f"--scheduler={self._scheduler!r} cannot be reached, or has no workers ({error})"
+            ) from error
+        return client
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.client.scheduler_info(n_workers=-1)["workers"])
+
+    def run(
+        self, function: Callable, arguments: Sequence, progress: Progress | None = None
+    ) -> None:
+        """Calls a function with every argument, on the workers; the task of a worker that dies goes to another worker.
+
+        Args:
+            function: must be picklable.
+            arguments: one for each call.
+            progress: shows the tasks' reports, and is closed at the end.
+
+        Raises:
+            UserError: a task's own, or if tasks cannot read or write, or workers are lost. The first error cancels all tasks.
+        """
+        if not arguments:
+            return
+        topic = self._marker.name
+        if progress is not None:
+            self.client.subscribe_topic(topic, lambda event: progress.add(*event[1]))
+        futures = self.client.map(function, arguments, pure=False)
+        try:
+            self._wait(futures)
+        except OSError as error:
+            raise UserError(f"a task could not read or write: {error}") from error
+        except self._distributed.KilledWorker as error:
+            raise UserError(
+                f"a task's workers died {error.allowed_failures + 1} times (is there enough memory?); {_GOES_ON}"
+            ) from error
+        finally:
+            if progress is not None:
+                self.client.unsubscribe_topic(topic)
+                progress.close()
+            self.client.cancel(futures, force=True)
+
+    def _wait(self, futures: Sequence) -> None:
+        """Waits for all tasks. Raises the first error, or `UserError` if the workers or the scheduler are gone."""
+        pending, looks = set(futures), 0
+        while pending:
+            try:
+                done, pending = self._distributed.wait(
+                    pending, timeout=_LOOK_EVERY, return_when="FIRST_COMPLETED"
+                )
+            except TimeoutError:
+                looks = 0 if self.num_workers else looks + 1
+                if looks > 2:
+                    raise UserError(f"all workers are gone; {_GOES_ON}") from None
+                continue
+            for future in done:
+                if future.status == "cancelled":
+                    raise UserError(f"the scheduler is gone; {_GOES_ON}")
+                future.result()

@@ -1,0 +1,200 @@
+"""The second pass of a preparation: tokenises documents and writes shards; then the index over all shards."""
+
+import bisect
+import functools
+import itertools
+import json
+import pathlib
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from calm_jax.data.documents import Document
+from calm_jax.data.packing import PUBLISHED_GROUP, whole_blocks
+from calm_jax.data.prepare.options import Options
+from calm_jax.data.prepare.scan import Layout, Report, write_json
+from calm_jax.data.shards import DOCUMENTS, FORMAT, INDEX, PAGE, PAGES, SHARD, ShardWriter, sha256
+from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
+from calm_jax.errors import UserError
+
+_AGAIN = "delete this folder and give the same command again"
+# Seconds between a worker's reports of progress.
+_REPORT_EVERY = 0.5
+
+
+def shard_name(number: int, num_shards: int) -> str:
+    """The name of a shard's folder."""
+    return f"shard-{number:05}-of-{num_shards:05}"
+
+
+def pending(output: pathlib.Path, num_shards: int) -> list[int]:
+    """The numbers of the shards that are missing or incomplete."""
+    return [n for n in range(num_shards) if not _is_whole(output / shard_name(n, num_shards))]
+
+
+def _is_whole(shard: pathlib.Path) -> bool:
+    """Whether a shard's files are complete; the content of its pages is not checked."""
+    try:
+        about = _about(shard)
+        # numpy checks the file's size against its header.
+        pages = np.load(shard / PAGES, mmap_mode="r") if about["tokens"] else ()
+    # numpy raises exceptions of many types for a damaged header.
+    except Exception:
+        return False
+    return len(pages) == -(-about["tokens"] // PAGE)
+
+
+def make_shards(
+    output: pathlib.Path, work: pathlib.Path, options: Options, report: Report, run: tuple[int, int]
+) -> None:
+    """A worker's task: makes consecutive shards in one reading of their text. A shard appears when it is complete.
+
+    Args:
+        output: the folder of prepared text, which holds the tokenizer.
+        work: the folder of intermediate files, which holds the layout.
+        options: how documents are processed.
+        report: told of progress.
+        run: the first and the last (exclusive) number of the shards.
+
+    Raises:
+        UserError: a shard cannot be written, or the input has changed.
+    """
+    layout, folder = Layout.load(work), output / "tokenizer"
+    tokenizer = _tokenizer(folder, (folder / "description.json").read_text(encoding="utf-8"))
+    bounds = layout.bounds
+    # A worker that died in this task may have made some of the shards.
+    todo = {n for n in range(*run) if not _is_whole(output / shard_name(n, layout.num_shards))}
+    if not todo:
+        return
+    documents = layout.documents(bounds[min(todo)], bounds[max(todo) + 1], options)
+    by_shard = itertools.groupby(documents, lambda item: bisect.bisect_right(bounds, item[0]) - 1)
+    for number, items in by_shard:
+        if number not in todo:
+            continue
+        copies = layout.copies(bounds[number], bounds[number + 1])
+        kept = ((n, document) for n, document in items if n not in copies)
+        path = output / shard_name(number, layout.num_shards)
+        try:
+            _make_shard(path, work, kept, tokenizer, options, report)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(folder: pathlib.Path, description: str) -> Tokenizer:
+    """Loads the tokenizer once per process, as that takes as long as tokenising a few MB.
+
+    The description is part of the cache's key, for a folder that is deleted and made again with another tokenizer.
+    """
+    return load_tokenizer(folder)
+
+
+def _make_shard(
+    path: pathlib.Path,
+    work: pathlib.Path,
+    documents: Iterable[tuple[int, Document]],
+    tokenizer: Tokenizer,
+    options: Options,
+    report: Report,
+) -> None:
+    # Two workers may make the same shard, if Dask took the first for dead, so each writes into a folder of its own.
+    beside = pathlib.Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=work))
+    beside.chmod(0o755)
+    try:
+        with ShardWriter(beside, tokenizer.vocab_size) as writer:
+            framed = _framed(documents, tokenizer, options, report)
+            if options.packing == "published":
+                framed = whole_blocks(framed, options.block_tokens)
+            for tokens in framed:
+                writer.add(tokens)
+        if path.exists() and not _is_whole(path):
+            shutil.rmtree(path)
+        try:
+            beside.rename(path)
+        except OSError:
+            if not _is_whole(path):
+                raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _framed(
+    documents: Iterable[tuple[int, Document]],
+    tokenizer: Tokenizer,
+    options: Options,
+    report: Report,
+) -> Iterator[np.ndarray]:
+    frame, counts, reported = options.frame, [0, 0, 0], time.monotonic()
+    for number, document in documents:
+        # Keyed by the document, so that the pads do not depend on how shards are distributed.
+        random = frame.front_fill == "random"
+        front = frame.draw_front(np.random.default_rng([options.seed, number])) if random else 0
+        tokens = frame.around(tokenizer.encode_array(document.text), front, tokenizer)
+        counts = [counts[0] + 1, counts[1] + len(document.text), counts[2] + len(tokens)]
+        if time.monotonic() - reported > _REPORT_EVERY:
+            report(*counts)
+            counts, reported = [0, 0, 0], time.monotonic()
+        yield tokens
+    report(*counts)
+
+
+def write_index(
+    output: pathlib.Path, layout: Layout, options: Options, tokenizer: Tokenizer
+) -> dict:
+    """Writes and returns the index, which completes the folder. It depends only on input, tokenizer and options.
+
+    Raises `UserError` if a shard is damaged or there are no tokens.
+    """
+    names = [shard_name(number, layout.num_shards) for number in range(layout.num_shards)]
+    shards = [{"name": name} | _about(output / name) for name in names]
+    left_out: Counter = Counter()
+    for file in layout.files:
+        left_out.update(file["left_out"])
+    num_copies = len(layout.copies(0, layout.bounds[-1]))
+    if num_copies:
+        left_out["equal to one before"] = num_copies
+    num_documents = sum(shard["documents"] for shard in shards)
+    num_dropped = layout.bounds[-1] - num_copies - num_documents
+    if num_dropped:
+        left_out["after the last whole block of 1,000"] = num_dropped
+    index = {
+        "format": FORMAT,
+        "tokenizer": tokenizer.description,
+        "options": options.identity,
+        "documents": num_documents,
+        "tokens": sum(shard["tokens"] for shard in shards),
+        "left_out": dict(sorted(left_out.items())),
+        "shards": shards,
+    }
+    if not index["tokens"]:
+        raise UserError(
+            f"{output}: no group of {PUBLISHED_GROUP} documents fills a block of --block_tokens={options.block_tokens}: "
+            "give a smaller one, or --packing=all, and another --output"
+        )
+    write_json(output / INDEX, index)
+    return index
+
+
+def _about(shard: pathlib.Path) -> dict:
+    """The content of `shard.json`. Raises `UserError` if it or `documents.npy` is missing or damaged."""
+    try:
+        about = json.loads((shard / SHARD).read_text(encoding="utf-8"))
+        bounds = (
+            np.load(shard / DOCUMENTS)
+            if sha256(shard / DOCUMENTS) == about["sha256"][DOCUMENTS]
+            else [-1]
+        )
+        is_whole = (len(bounds) - 1, int(bounds[-1])) == (about["documents"], about["tokens"])
+        is_whole &= set(about) == {"documents", "tokens", "sha256"} and set(about["sha256"]) == {
+            PAGES,
+            DOCUMENTS,
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{shard} cannot be read ({error}): {_AGAIN}") from error
+    if not is_whole:
+        raise UserError(f"{shard} is damaged: {_AGAIN}")
+    return about

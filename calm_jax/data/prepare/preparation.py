@@ -1,0 +1,201 @@
+"""The preparation of a whole folder: what an earlier run left in it, the two passes, and the index."""
+
+import contextlib
+import fcntl
+import functools
+import json
+import pathlib
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from calm_jax.data.prepare import make_shards, scan
+from calm_jax.data.prepare.cluster import Cluster, Progress
+from calm_jax.data.prepare.options import KEY, Input, Options
+from calm_jax.data.prepare.scan import Layout
+from calm_jax.data.shards import INDEX, PreparedText
+from calm_jax.data.tokenizers import Tokenizer
+from calm_jax.errors import UserError
+
+# The most shards that one task makes.
+_MOST_SHARDS = 8
+
+
+@contextlib.contextmanager
+def _locked(output: pathlib.Path) -> Iterator[None]:
+    """Locks the folder. Raises `UserError` if another process has locked it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(output / "lock", "w"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--output={output}: another process is preparing it") from None
+        except OSError as error:
+            raise UserError(f"{output} cannot be written: {error.strerror or error}") from error
+        yield
+
+
+def _refuse_foreign(output: pathlib.Path) -> None:
+    """Makes the folder if necessary. Raises `UserError` if it contains anything but a preparation."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        names = {entry.name for entry in output.iterdir()}
+    except OSError as error:
+        raise UserError(f"--output={output} cannot be made: {error.strerror}") from error
+    # A run that was killed before it wrote inputs.json leaves only these.
+    others = {name for name in names if name != "lock" and not name.startswith("inputs.json.")}
+    if others and "inputs.json" not in names:
+        raise UserError(f"--output={output} is not empty and no prepared text: give another folder")
+
+
+def _clean(work: pathlib.Path) -> None:
+    """Removes the markers of earlier runs, which ends their remaining tasks, and unfinished shards of killed workers."""
+    for path in work.glob("run-*"):
+        path.unlink()
+    for path in work.glob("shard-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _differences(output: pathlib.Path, about: dict) -> list[tuple[str, Any, Any]]:
+    """`(name, then, now)` of every option or input that has changed since the preparation of the folder began."""
+    path = output / "inputs.json"
+    if not path.exists():
+        return []
+    try:
+        then, now = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(about)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read ({error!r}): give another --output") from error
+    pairs = [(key, then.get(key), now.get(key)) for key in now | then]
+    return [(key, a, b) for key, a, b in pairs if a != b]
+
+
+def _begin(output: pathlib.Path, about: dict) -> None:
+    """Writes inputs.json. Raises `UserError` if the folder holds results of other options or inputs."""
+    other = _differences(output, about)
+    # Without results (after an error such as a wrong field name) the preparation simply starts anew.
+    if other and any((*output.glob("shard-*"), *output.glob("work/scan-*.json"))):
+        key, then, now = other[0]
+        raise UserError(
+            f"--output={output} was begun with {key}={then!r}, not {now!r}: give another folder, or delete it"
+        )
+    if other:
+        shutil.rmtree(output / "work", ignore_errors=True)
+    scan.write_json(output / "inputs.json", about)
+
+
+def _flat(about: dict) -> dict:
+    """The content of inputs.json under names for messages."""
+    files = {f"input {n}": file for n, file in enumerate(about["files"])}
+    states = {
+        f"the content of {file}": s for file, s in zip(about["files"], about["states"], strict=True)
+    }
+    return about["options"] | {"tokenizer": about["tokenizer"]} | files | states
+
+
+def _is_done(output: pathlib.Path) -> bool:
+    """Whether the folder is complete. Prints a note if it has been, and something is missing now."""
+    if not (output / INDEX).exists():
+        return False
+    try:
+        _ = PreparedText(output).tokenizer
+    except UserError:
+        print(f"{output} is not whole any more: making the missing parts again", flush=True)
+        return False
+    return True
+
+
+def _runs(layout: Layout, numbers: Sequence[int], num_workers: int) -> list[tuple[int, int]]:
+    """Divides shards into tasks, each a run of shards from the first to the last (exclusive).
+
+    Where reading can begin at a shard, that shard is a task. Within a compressed file, which has to be decompressed from its
+    beginning, a task makes several shards in one reading, but few enough that all workers get tasks.
+    """
+    longest = min(_MOST_SHARDS, -(-len(numbers) // (2 * num_workers)))
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        follows = runs and runs[-1][1] == number and not layout.can_begin_at(layout.bounds[number])
+        if follows and number - runs[-1][0] < longest:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs
+
+
+def _make_layout(cluster: Cluster, work: pathlib.Path, inputs: Input, options: Options) -> Layout:
+    """Does the first pass, without the steps that an earlier run finished."""
+    if (work / "layout.json").exists():
+        return Layout.load(work)
+    groups = range(len(inputs.groups()))
+    todo = [group for group in groups if not scan.scan_path(work, group).exists()]
+    progress = Progress("reading", 0)
+    cluster.run(functools.partial(scan.scan, work, inputs, options, cluster.report), todo, progress)
+    files = [file for group in groups for file in scan.read_json(scan.scan_path(work, group))]
+    layout = Layout(work, inputs, files, [])
+    num_documents, num_parts = int(layout.first_document[-1]), 0
+    if not num_documents:
+        raise UserError(f"{KEY} holds no text")
+    if options.deduplicate:
+        num_parts = scan.num_parts(num_documents)
+        todo = [part for part in range(num_parts) if not scan.copies_path(work, part).exists()]
+        cluster.run(functools.partial(scan.find_copies, work, num_parts), todo)
+    copies_N = scan.merge_copies(work, layout.first_document, num_parts)
+    layout = Layout(work, inputs, files, scan.shard_bounds(files, options, copies_N))
+    layout.save()
+    return layout
+
+
+def prepare(
+    files: Sequence[str],
+    tokenizer: Tokenizer,
+    output: pathlib.Path,
+    options: Options,
+    workers: int,
+    scheduler: str = "",
+) -> dict:
+    """Prepares a folder, or continues the preparation that an earlier call with the same arguments began.
+
+    Args:
+        files: local or remote files of text.
+        tokenizer: encodes the text, and is saved in the folder.
+        output: the folder, which all workers share.
+        options: how the text is processed.
+        workers: processes to start on this machine; ignored with a scheduler.
+        scheduler: the address of a running Dask cluster, or empty.
+
+    Returns:
+        The index, as in `PreparedText.index`.
+
+    Raises:
+        UserError: an input is missing, bad or has changed; the folder holds another preparation; or the cluster fails.
+    """
+    inputs = Input.of(files)
+    about = {
+        "options": options.identity,
+        "tokenizer": tokenizer.fingerprint,
+        "files": list(inputs.files),
+        "states": list(inputs.states),
+    }
+    output = output.absolute()
+    _refuse_foreign(output)
+    work = output / "work"
+    if not _differences(output, about) and _is_done(output):
+        print(f"{output} is prepared, there is nothing to do")
+        shutil.rmtree(work, ignore_errors=True)
+        return PreparedText(output).index
+    with _locked(output):
+        _begin(output, about)
+        try:
+            tokenizer.save(output / "tokenizer")
+            work.mkdir(exist_ok=True)
+            _clean(work)
+        except OSError as error:
+            raise UserError(f"{output} cannot be written: {error.strerror or error}") from error
+        with Cluster(work, workers, scheduler) as cluster:
+            layout = _make_layout(cluster, work, inputs, options)
+            todo = make_shards.pending(output, layout.num_shards)
+            progress = Progress("tokenising", sum(map(layout.num_kept, todo)))
+            call = functools.partial(make_shards.make_shards, output, work, options, cluster.report)
+            cluster.run(call, _runs(layout, todo, cluster.num_workers), progress)
+        index = make_shards.write_index(output, layout, options, tokenizer)
+        shutil.rmtree(work, ignore_errors=True)
+        return index

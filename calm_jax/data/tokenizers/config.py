@@ -1,0 +1,130 @@
+"""The tokenizer that a config, a flag or a folder names."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from calm_jax.data.tokenizers.base import ByteTokenizer, Tokenizer
+from calm_jax.data.tokenizers.llama3 import Llama3Tokenizer
+from calm_jax.data.tokenizers.sentencepiece import (
+    TRAINED_PAD,
+    SentencePieceTokenizer,
+    train_sentencepiece,
+)
+from calm_jax.errors import UserError
+
+_CLASSES: tuple[type[Tokenizer], ...] = (SentencePieceTokenizer, Llama3Tokenizer, ByteTokenizer)
+KINDS: dict[str, type[Tokenizer]] = {cls.kind: cls for cls in _CLASSES}
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerConfig:
+    """`config.tokenizer`; every key is described in `configs/common.py`."""
+
+    kind: str
+    path: str
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"tokenizer.kind={self.kind!r} is none of {', '.join(KINDS)}")
+        if self.kind == "bytes" and self.path:
+            raise UserError(f"tokenizer.path={self.path!r}: tokenizer.kind='bytes' reads no file")
+        if self.kind == "sentencepiece" and not self.path and self.vocab_size < 300:
+            raise UserError(
+                f"tokenizer.vocab_size={self.vocab_size} must be at least 300: 256 bytes, 4 special tokens and some text"
+            )
+
+
+class Vocabulary(NamedTuple):
+    """The part of a tokenizer that determines the shape of a model."""
+
+    vocab_size: int
+    pad_id: int
+
+
+def check_path(config: TokenizerConfig) -> None:
+    """Raises `UserError` if the configured kind needs a file and `path` is empty."""
+    if config.kind == "llama3" and not config.path:
+        raise UserError(
+            "tokenizer.path is empty: tokenizer.kind='llama3' needs Llama 3's tokenizer.model (tiktoken ranks) or "
+            "tokenizer.json; or choose --config.tokenizer.kind=sentencepiece or bytes"
+        )
+
+
+def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
+    """Reads or trains the tokenizer that the config describes.
+
+    Args:
+        config: the kind, and the file or the vocabulary size.
+        texts: the training texts of a SentencePiece model without a file; not read otherwise.
+
+    Raises:
+        UserError: the file is missing or not a model of this kind, or the texts are too few to train on.
+    """
+    check_path(config)
+    if config.path:
+        try:
+            model = pathlib.Path(config.path).read_bytes()
+        except OSError as error:
+            raise UserError(
+                f"tokenizer.path={config.path!r} cannot be read: {error.strerror}"
+            ) from error
+    elif config.kind == "sentencepiece":
+        model = train_sentencepiece(texts, config.vocab_size)
+    else:
+        model = b""
+    return KINDS[config.kind](model)
+
+
+def vocabulary(config: TokenizerConfig) -> Vocabulary:
+    """The vocabulary of the configured tokenizer, also before its file is named (Llama 3) or it is trained (SentencePiece)."""
+    if config.kind == "llama3" and not config.path:
+        # 128,000 ranks, 256 special tokens and the pad token.
+        return Vocabulary(128_257, 128_256)
+    if config.kind == "sentencepiece" and not config.path:
+        return Vocabulary(config.vocab_size, TRAINED_PAD)
+    tokenizer = make_tokenizer(config, ())
+    return Vocabulary(tokenizer.vocab_size, tokenizer.pad_id)
+
+
+def _config_of_file(path: pathlib.Path) -> TokenizerConfig:
+    """Tells the kind of a tokenizer's file from its first bytes."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(256)
+    except OSError as error:
+        raise UserError(f"the tokenizer {path} cannot be read: {error.strerror}") from error
+    # JSON, or tiktoken's lines of base64 and rank; SentencePiece models are binary.
+    is_llama3 = start.lstrip().startswith(b"{") or re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", start)
+    return TokenizerConfig("llama3" if is_llama3 else "sentencepiece", str(path), 512)
+
+
+def open_tokenizer(name: str) -> tuple[Tokenizer, TokenizerConfig]:
+    """The tokenizer that the flag `--tokenizer` names (a file, or "bytes"), and a config that describes it."""
+    if name == ByteTokenizer.kind:
+        config = TokenizerConfig(name, "", 512)
+    elif not os.path.isfile(name):
+        raise UserError(f"--tokenizer={name!r} is no file; give one, or 'bytes'")
+    else:
+        config = _config_of_file(pathlib.Path(name))
+    return make_tokenizer(config, ()), config
+
+
+def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
+    """Reads the files that `Tokenizer.save` wrote. Raises `UserError` if they are missing or damaged."""
+    try:
+        description = json.loads((folder / "description.json").read_text())
+        kind, fingerprint = KINDS[description["kind"]], description["fingerprint"]
+        tokenizer = kind((folder / "model").read_bytes())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder} holds no readable tokenizer ({error!r})") from error
+    except UserError as error:
+        raise UserError(f"{folder} is damaged: {error}") from error
+    if tokenizer.fingerprint != fingerprint:
+        raise UserError(f"{folder}/model is damaged: its fingerprint is not the one that was saved")
+    return tokenizer

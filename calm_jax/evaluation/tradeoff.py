@@ -1,0 +1,346 @@
+"""The accuracy-diversity trade-off of temperature sampling (paper, section 5 and its figure).
+
+For every sampler at every temperature: how often a sample is right (accuracy), how often two samples are the same
+(collision, which is a lack of diversity), and what they cost. P contexts of a block, R = 2P rows (two samples of each
+context), K tokens per chunk.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from calm_jax import brier
+from calm_jax.data.packing import BlockSource
+from calm_jax.evaluation.evaluator import EvalConfig, part_of
+from calm_jax.models.kv_cache import SegmentIds
+from calm_jax.parallel import multihost
+from calm_jax.parallel.signals import poll
+from calm_jax.rng import stream
+from calm_jax.sampling.chunk_model import ChunkModel
+from calm_jax.sampling.config import SamplerConfig
+from calm_jax.sampling.decode import Bind
+from calm_jax.sampling.samplers import sample_chunk
+from calm_jax.sampling.search import Sampled
+from calm_jax.sampling.temperature import split_exponent
+from calm_jax.tasks import LmTask, Params
+from calm_jax.tasks.language_model import documents_of
+
+# Samplers that make `num_candidates` draws; the others are bounded by `max_draws`.
+_OF_ONE_POOL = ("batch", "published")
+
+
+def ways(config: EvalConfig, sampler: SamplerConfig, has_autoencoder: bool) -> list[SamplerConfig]:
+    """The sampler configs to measure.
+
+    Args:
+        config: its `temperatures`, `samplers` and, for samplers of one pool, `candidates` are combined.
+        sampler: all other options.
+        has_autoencoder: False for the autoregressive baseline, which needs no sampler: temperatures only.
+
+    Returns:
+        All combinations that can be computed; T = 1 only once, as every sampler is then one draw of the model.
+
+    Raises:
+        UserError: for a temperature that no sampler takes.
+    """
+    if not has_autoencoder:
+        return [
+            dataclasses.replace(sampler, temperature=temperature)
+            for temperature in config.temperatures
+        ]
+    chosen = []
+    for temperature in config.temperatures:
+        at_temperature = dataclasses.replace(sampler, temperature=temperature)
+        # At T = 1 every sampler is one draw of the model.
+        names = (sampler.sampler,) if temperature == 1 else config.samplers
+        for name in names:
+            if name == "published" and split_exponent(temperature)[1]:
+                print(
+                    f"plane: no sampler='published' at temperature {temperature:g}: it takes only 1/n"
+                )
+                continue
+            several = name in _OF_ONE_POOL and temperature != 1
+            for size in config.candidates if several else (sampler.num_candidates,):
+                way = dataclasses.replace(at_temperature, sampler=name, num_candidates=size)
+                way.check_latent_head()
+                chosen.append(way)
+    return chosen
+
+
+@functools.partial(jax.jit, static_argnames=("bind",))
+def _read(bind: Bind, params: Any, frozen: Any, token_1LK: Array, documents: SegmentIds | None):
+    """The hidden states that predict each chunk but the first of a block, and the cache of the block."""
+    num_chunks = token_1LK.shape[1] - 1
+    model = bind(params, frozen)
+    window = num_chunks if documents is None else documents.window()
+    return model.advance(token_1LK[:, :-1], model.empty_cache(1, num_chunks, window))
+
+
+@functools.partial(jax.jit, static_argnames=("bind", "config"))
+def _sample(
+    bind: Bind,
+    params: Any,
+    frozen: Any,
+    h_1LD,
+    cache,
+    chunk_P: Array,
+    key_P: Array,
+    config: SamplerConfig,
+) -> Sampled:
+    """Draws two samples of the four tokens after each context; each sample continues its own chunks.
+
+    chunk_P: the index of the first chunk to sample.
+
+    Returns:
+        `tokens` [R, 4 or more], the two samples of a context in successive rows; `draws`, `decoded` and `exact` (how many
+        chunks are exact), summed over a sample's chunks, [R].
+    """
+    model: ChunkModel = bind(params, frozen)
+    chunk_R = jnp.repeat(chunk_P, 2)
+    key_R = jax.vmap(lambda key: jax.random.split(key))(key_P).reshape(-1)
+    h_RD = h_1LD[0, chunk_R - 1]
+    active_R = jnp.ones(len(chunk_R), bool)
+    own: list[Sampled] = []
+    first = sample_chunk(model, h_RD, key_R, active_R, config)
+    own.append(first)
+    num_chunks = brier.chunks_of(first.tokens.shape[1])
+    for step in range(1, num_chunks):
+        token_RJK = jnp.stack([chunk.tokens for chunk in own], axis=1)
+
+        # Under `vmap` over the rows, the cache of the block is stored once.
+        def after(seen: Array, token_JK: Array) -> Array:
+            fork = model.fork(cache, seen[None], num_chunks - 1)
+            return model.advance(token_JK[None], fork)[0][0, -1]
+
+        h_RD = jax.vmap(after)(chunk_R, token_RJK)
+        step_key_R = jax.vmap(jax.random.fold_in, (0, None))(key_R, step)
+        own.append(sample_chunk(model, h_RD, step_key_R, active_R, config))
+    return Sampled(
+        jnp.concatenate([chunk.tokens for chunk in own], axis=1),
+        sum(chunk.draws for chunk in own),  # type: ignore[arg-type]  # `sum` of no chunks would be 0
+        sum(chunk.decoded for chunk in own),  # type: ignore[arg-type]
+        sum(chunk.exact.astype(jnp.int32) for chunk in own),  # type: ignore[arg-type]
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("bind", "num_draws"))
+def _collision(
+    bind: Bind, params: Any, frozen: Any, h_PD: Array, key_P: Array, num_draws: int
+) -> Array:
+    """The share of equal pairs among N draws of the next chunk in each context, [P]."""
+    model = bind(params, frozen)
+
+    def of_one(xs: tuple[Array, Array]) -> Array:
+        h_D, key = xs
+        return brier.collisions(model.draw(h_D[None], num_draws, key[None])[0])[-1]
+
+    return jax.lax.map(of_one, (h_PD, key_P))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Contexts:
+    """The contexts of one block.
+
+    Attributes:
+        token_1LK: the block.
+        documents: as in `brier.brier_terms`.
+        chunk_P: the index of the chunk after each context.
+        target_P4: the true four tokens after each context.
+        counted_P4: bool, whether their first n tokens are text (see `brier.counted`).
+        key_P: a random key per context.
+    """
+
+    token_1LK: np.ndarray
+    documents: SegmentIds | None
+    chunk_P: np.ndarray
+    target_P4: np.ndarray
+    counted_P4: np.ndarray
+    key_P: Array
+
+
+def _contexts(
+    blocks: BlockSource, task: LmTask, config: EvalConfig, pad_id: int
+) -> Iterator[_Contexts]:
+    """About `plane_contexts` contexts, evenly spaced in evenly spaced blocks; the same number from each block."""
+    chunk_size = task.chunk_size
+    num_tokens = blocks[0]["tokens"].shape[0]
+    protocol = dataclasses.replace(config.published, inner_starts=False)
+    starts_P = protocol.starts(num_tokens, chunk_size)
+    num_blocks = min(len(blocks), -(-config.plane_contexts // min(len(starts_P), 16)))
+    each = min(len(starts_P), -(-config.plane_contexts // num_blocks))
+    key = stream(config.seed, "plane")
+    for index in part_of(len(blocks), num_blocks):
+        # Shifted from block to block, so that contexts of every length take part.
+        own_P = starts_P[
+            [(place + index) % len(starts_P) for place in part_of(len(starts_P), each)]
+        ]
+        block = blocks[index]
+        yield _Contexts(
+            block["tokens"].reshape(1, -1, chunk_size),
+            documents_of({name: row[None] for name, row in block.items()}, chunk_size),
+            own_P // chunk_size,
+            block["targets"][brier.windows(own_P)],
+            brier.counted(block["targets"][None], own_P, pad_id)[0],
+            jax.random.split(jax.random.fold_in(key, index), len(own_P)),
+        )
+
+
+def _sums(total: Any, new: Any) -> Any:
+    return new if total is None else jax.tree.map(np.add, total, new)
+
+
+def measure(
+    task: LmTask,
+    params: Params,
+    frozen: Params,
+    blocks: BlockSource,
+    config: EvalConfig,
+    chosen: list[SamplerConfig],
+    pad_id: int,
+    mesh: Mesh,
+) -> dict[str, Any]:
+    """Measures the points of the trade-off; prints a line for each.
+
+    Args:
+        task: of the language model.
+        params: of the task.
+        frozen: of the task; empty for the autoregressive baseline.
+        blocks: the split whose contexts are continued.
+        config: `config.eval`.
+        chosen: the sampler configs to measure (see `ways`).
+        pad_id: the pad token, which is not scored.
+        mesh: the devices.
+
+    Returns:
+        "contexts": how many contexts there are. "points": a dict for each config, with `accuracy` and `collision`, the
+        geometric means over n = 1 to 4 of `P(x = y)` and `P(x = x')` for the first n tokens, in per cent, and their
+        standard errors (blocks as clusters); per chunk, `draws`, `decoded` (in whole chunks) and `seconds`; `exact`, the
+        share of chunks with exactly the law `p^(1/T)`. "collision_probability" (latent heads): how often two draws of
+        the next chunk are equal, the mean and quantiles over contexts.
+    """
+    has_autoencoder = bool(frozen)
+    contexts = list(_contexts(blocks, task, config, pad_id))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    read = [
+        _read(
+            task.bind,
+            params,
+            frozen,
+            *jax.device_put((one.token_1LK, one.documents), replicated),
+        )
+        for one in contexts
+    ]
+    points = []
+    for way in chosen:
+        points.append(_point(task, params, frozen, contexts, read, way))
+        print(_line(points[-1]), flush=True)
+    result: dict[str, Any] = {
+        "contexts": sum(len(one.chunk_P) for one in contexts),
+        "points": points,
+    }
+    if has_autoencoder:
+        num_draws = max(config.candidates)
+        probability = np.concatenate(
+            [
+                multihost.fetch_global(
+                    _collision(
+                        task.bind, params, frozen, h_1LD[0, one.chunk_P - 1], one.key_P, num_draws
+                    )
+                )
+                for one, (h_1LD, _) in zip(contexts, read, strict=True)
+            ]
+        )
+        result["collision_probability"] = {
+            "draws": num_draws,
+            "mean": float(probability.mean()),
+            **{
+                f"quantile_{share}": float(np.quantile(probability, share / 100))
+                for share in (10, 25, 50, 75, 90)
+            },
+        }
+    return result
+
+
+def _point(
+    task: LmTask,
+    params: Params,
+    frozen: Params,
+    contexts: list[_Contexts],
+    read: list,
+    way: SamplerConfig,
+) -> dict[str, Any]:
+    sums: Any
+    sums, seconds, num_rows = None, 0.0, 0
+    for index, (one, (h_1LD, cache)) in enumerate(zip(contexts, read, strict=True)):
+        run = functools.partial(
+            _sample, task.bind, params, frozen, h_1LD, cache, one.chunk_P, one.key_P, way
+        )
+        if index == 0:
+            jax.block_until_ready(run())  # compiles
+        began = time.perf_counter()
+        sampled = jax.block_until_ready(run())
+        seconds += time.perf_counter() - began
+        sampled = multihost.fetch_global(sampled)
+        poll()
+        token_P2T = np.asarray(sampled.tokens).reshape(len(one.chunk_P), 2, -1)
+        token_P24 = token_P2T[..., : brier.ORDERS]
+        right_P4 = np.cumprod(token_P24 == one.target_P4[:, None], axis=-1).mean(1)
+        same_P4 = np.cumprod(token_P24[:, 0] == token_P24[:, 1], axis=-1)
+        rows = len(sampled.tokens)
+        num_rows += rows
+        counted_1P4 = jnp.asarray(one.counted_P4[None])
+        sums = _sums(
+            sums,
+            jax.tree.map(
+                lambda x: np.asarray(x, np.float64),
+                {
+                    "accuracy": brier.block_sums(
+                        jnp.asarray(right_P4[None], jnp.float32), counted_1P4
+                    ),
+                    "collision": brier.block_sums(
+                        jnp.asarray(same_P4[None], jnp.float32), counted_1P4
+                    ),
+                    "draws": sampled.draws.sum(),
+                    "decoded": sampled.decoded.sum(),
+                    "exact": sampled.exact.sum(),
+                },
+            ),
+        )
+    num_chunks = num_rows * brier.chunks_of(task.chunk_size)
+    point: dict[str, Any] = {
+        "sampler": way.sampler if frozen else "softmax",
+        "temperature": way.temperature,
+        "candidates": way.num_candidates if way.sampler in _OF_ONE_POOL else 0,
+    }
+    if way.temperature == 1 and frozen:
+        point |= {"sampler": "model", "candidates": 0}
+    for name in ("accuracy", "collision"):
+        values = brier.score(brier.BlockSums(*sums[name]))
+        point |= {name: values.brierlm, f"{name}_error": values.standard_error}
+        point |= {f"{name}_{n}": value for n, value in enumerate(values.brier, 1)}
+    return point | {
+        "draws": sums["draws"] / num_chunks,
+        "decoded": sums["decoded"] / num_chunks / task.chunk_size,
+        "exact": sums["exact"] / num_chunks,
+        "seconds": seconds / num_chunks,
+    }
+
+
+def name_of(point: dict[str, Any]) -> str:
+    """The name of a point's sampler, with its number of candidates if it has one."""
+    return f"{point['sampler']} {point['candidates']}" if point["candidates"] else point["sampler"]
+
+
+def _line(point: dict[str, Any]) -> str:
+    return (
+        f"plane: T {point['temperature']:.2g} {name_of(point)}: accuracy {point['accuracy']:.2f}, collision "
+        f"{point['collision']:.2f}, {point['draws']:.1f} draws"
+    )

@@ -1,0 +1,195 @@
+"""Sharding constraints inside a compiled step, on the mesh of `jax.set_mesh`: rows stay where they are, and weights are
+gathered to them."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from calm_jax.parallel.devices import target_device
+from calm_jax.parallel.mesh import BATCH, path_of, spec_of
+
+# The checkpoint name of `product`'s results, for the policies of `lm.model.remat`.
+PRODUCT = "product"
+
+
+def _ways() -> int:
+    """The number of devices that a batch's rows are split over; 1 without a mesh."""
+    (axes,), shape = BATCH, jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape.get(axis, 1) for axis in axes)
+
+
+def rows_per_device(rows: int) -> int:
+    """The number of rows of a global batch on each device, rounded down, at least 1; all of them without a mesh."""
+    return max(1, rows // _ways())
+
+
+def constrain(tree: Any) -> Any:
+    """Shards the first axis of a tree's arrays (rows, or positions of rows) as batches are, and no other axis.
+
+    Without this constraint the compiler may leave the weights sharded and move activations instead. An array whose first
+    axis does not divide over the mesh is left to the compiler.
+    """
+    ways = _ways()
+
+    def of_rows(x: jax.Array) -> jax.Array:
+        if ways == 1 or len(x) % ways:
+            return x
+        return jax.lax.with_sharding_constraint(x, BATCH)
+
+    return jax.tree.map(of_rows, tree)
+
+
+@jax.custom_vjp
+def gathered(x: jax.Array) -> jax.Array:
+    """All-gathers a parameter to every device; cast it before, so that fewer bytes move.
+
+    The gradient is not gathered: it has no constraint here, so that the compiler may give each device only its shard.
+    """
+    return x if _ways() == 1 else jax.lax.with_sharding_constraint(x, PartitionSpec())
+
+
+gathered.defvjp(lambda x: (gathered(x), None), lambda _, gradient: (gradient,))
+
+
+def gathered_kernel(kernel: jax.Array) -> jax.Array:
+    """`gathered` for a kernel that may be split over `tensor`: on a mesh with a tensor axis the compiler decides."""
+    tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
+    return kernel if tensor > 1 else gathered(kernel)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gathered_in(dtype: jax.typing.DTypeLike, x: jax.Array) -> jax.Array:
+    """`gathered` for a parameter that is cast to `dtype` where it is used.
+
+    The parameter moves in `dtype`, and is cast back: result and gradient have the dtype of `x`, in which gradients are
+    added up.
+    """
+    return x if _ways() == 1 else gathered(x.astype(dtype)).astype(x.dtype)
+
+
+gathered_in.defvjp(
+    lambda dtype, x: (gathered_in(dtype, x), None), lambda dtype, _, gradient: (gradient,)
+)
+
+
+def each_group(x: jax.Array, rows: jax.Array) -> jax.Array | None:
+    """A copy of a parameter for each index of the data axis, [data, ...], to be used with that index's share of the rows.
+
+    With copies the gradient is summed in two steps: it is scattered over `fsdp`, and only shards are summed over `data`.
+    Without them the compiler sums whole gradients over all devices.
+
+    Args:
+      x: the parameter.
+      rows: activations whose first axis is split over `data` and `fsdp`.
+
+    Returns:
+      The copies; None if `data` or `fsdp` has size 1, or the rows do not divide over both.
+    """
+    shape = jax.sharding.get_abstract_mesh().shape
+    groups = shape.get("data", 1)
+    if groups == 1 or shape.get("fsdp", 1) == 1 or len(rows) % _ways():
+        return None
+    free = (PartitionSpec.UNCONSTRAINED,) * x.ndim
+    copies = jax.numpy.broadcast_to(x, (groups, *x.shape))
+    return jax.lax.with_sharding_constraint(copies, PartitionSpec("data", *free))
+
+
+def constrain_groups(x: jax.Array) -> jax.Array:
+    """Shards activations that were computed with the copies of `each_group`, [data, rows of a share, ...]."""
+    return jax.lax.with_sharding_constraint(x, PartitionSpec("data", "fsdp"))
+
+
+def _flat_product(x: jax.Array, kernel: jax.Array, num_contracted: int) -> jax.Array:
+    """The product over the last axes of `x` and the first of `kernel`, as one product of two matrices."""
+    kept, features = x.shape[: x.ndim - num_contracted], kernel.shape[num_contracted:]
+    size = math.prod(kernel.shape[:num_contracted])
+    result = _matrix_product(x.reshape(-1, size), kernel.reshape(size, -1))
+    return result.reshape(*kept, *features)
+
+
+@jax.custom_vjp
+def _matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`x @ kernel`, whose gradients are products that XLA's CPU backend computes fast.
+
+    A product that contracts the first axes of both sides is slow there, so the kernel's gradient is computed
+    transposed, and then transposed.
+    """
+    return x @ kernel
+
+
+_matrix_product.defvjp(
+    lambda x, kernel: (x @ kernel, (x, kernel)),
+    lambda kept, g: (g @ kept[1].T, (g.T @ kept[0]).T),
+)
+
+
+def product(
+    x: jax.Array,
+    kernel: jax.Array,
+    dimension_numbers: jax.lax.DotDimensionNumbers,
+    precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
+    """`lax.dot_general` of activations and a parameter, where the smaller of the two moves between devices.
+
+    If the parameter is at most as large as the activations, it is gathered, and gathered again in the backward pass.
+    Otherwise, and if the rows do not divide over the mesh, the compiler decides what moves.
+
+    Args:
+      x: activations, sharded over their first axis.
+      kernel: a parameter, in the dtype to compute in.
+      dimension_numbers: as of `lax.dot_general`, without batch dimensions.
+      precision: as of `lax.dot_general`.
+
+    Returns:
+      As of `lax.dot_general`, with the checkpoint name `PRODUCT`.
+    """
+
+    def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        of_x, of_kernel = map(tuple, dimension_numbers[0])
+        size = len(of_x)
+        is_plain = of_x == tuple(range(x.ndim - size, x.ndim)) and of_kernel == tuple(range(size))
+        on_cpu = _ways() == 1 and target_device().platform == "cpu"
+        if is_plain and on_cpu and precision is None:
+            return _flat_product(x, kernel, size)
+        return jax.lax.dot_general(x, kernel, dimension_numbers, precision)
+
+    if _ways() == 1 or len(x) % _ways() or x.size < kernel.size:
+        return checkpoint_name(dot(x, kernel), PRODUCT)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def with_whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        kernel = gathered_kernel(kernel)
+        kernels = each_group(kernel, x)
+        if kernels is None:
+            return dot(x, kernel)
+        groups = len(kernels)
+        parts = jax.vmap(dot)(x.reshape(groups, len(x) // groups, *x.shape[1:]), kernels)
+        return parts.reshape(len(x), *parts.shape[2:])
+
+    return checkpoint_name(with_whole(x, kernel), PRODUCT)
+
+
+def rows_spec(rows: int) -> tuple[str, ...] | None:
+    """The mesh axes over which a batch of `rows` rows is split; None if it does not divide."""
+    (axes,) = BATCH
+    return None if rows % _ways() else axes
+
+
+def tensor_spec(size: int) -> str | None:
+    """The mesh axis over which `size` heads are split; None if they do not divide."""
+    return None if size % jax.sharding.get_abstract_mesh().shape["tensor"] else "tensor"
+
+
+def laid_out(tree: Any) -> Any:
+    """Shards a tree of parameters (or gradients, or moments) by `mesh.RULES`; without a mesh, returns it as it is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return tree
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: spec_of(path_of(path), leaf.shape, mesh), tree
+    )
+    return jax.lax.with_sharding_constraint(tree, specs)

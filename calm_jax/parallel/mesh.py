@@ -1,0 +1,146 @@
+"""The device mesh, and the table of rules by which every array is sharded over it."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from calm_jax.errors import UserError
+
+AXES = ("data", "fsdp", "tensor")
+# The rows of a batch are split over both axes.
+BATCH = PartitionSpec(("data", "fsdp"))
+
+# (pattern searched in a parameter's path, spec); the first match wins. The paths of Adam's moments end in those of their
+# parameters, so that the same rules hold for them. The first axis of scanned modules is that of the stacked layers.
+RULES: tuple[tuple[str, PartitionSpec], ...] = (
+    # Not over the vocabulary: the mesh's sizes do not divide Llama 3's 128,257, and for a lookup in a table that is split
+    # over both axes the compiler gathers the whole table.
+    (r"embedding$", PartitionSpec(None, "fsdp")),
+    (r"attention/(query|key|value)/kernel$", PartitionSpec(None, "fsdp", "tensor", None)),
+    (r"attention/output/kernel$", PartitionSpec(None, "tensor", None, "fsdp")),
+    (r"mlp/(gate|up)/kernel$", PartitionSpec(None, "fsdp", "tensor")),
+    (r"mlp/down/kernel$", PartitionSpec(None, "tensor", "fsdp")),
+    (
+        r"blocks/(input_kernel|(gate_up|up|modulation)/kernel)$",
+        PartitionSpec(None, "fsdp", "tensor"),
+    ),
+    (r"blocks/(hidden|down)/kernel$", PartitionSpec(None, "tensor", "fsdp")),
+    (r"kernel$", PartitionSpec("fsdp", "tensor")),
+    (r"(bias|scale)$", PartitionSpec()),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """`config.mesh`; every key is described in `configs/common.py`."""
+
+    data: int
+    fsdp: int
+    tensor: int
+
+    def __post_init__(self):
+        sizes = (self.data, self.fsdp, self.tensor)
+        if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+            raise UserError(
+                f"mesh: data={self.data}, fsdp={self.fsdp}, tensor={self.tensor} must be at least 1 each; one may be -1, "
+                "which takes all remaining devices"
+            )
+
+
+def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+    """The mesh of the given devices.
+
+    Args:
+      config: sizes of the axes; -1 takes the remaining devices.
+      devices: all of `jax.devices()` if None.
+
+    Raises:
+      UserError: if the product of the sizes is not the number of devices, or a TPU slice cannot be divided that way.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = [config.data, config.fsdp, config.tensor]
+    fixed = math.prod(size for size in sizes if size != -1)
+    sizes = [len(devices) // fixed if size == -1 else size for size in sizes]
+    if math.prod(sizes) != len(devices):
+        raise UserError(
+            f"mesh: data={config.data} x fsdp={config.fsdp} x tensor={config.tensor} does not make up "
+            f"{len(devices)} device(s)"
+        )
+    try:
+        return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    except NotImplementedError as error:
+        # Each mesh axis has to consist of whole sides of a TPU slice.
+        raise UserError(
+            f"mesh: data={sizes[0]} x fsdp={sizes[1]} x tensor={sizes[2]} does not suit the shape of this slice of "
+            f"{len(devices)} devices: the size of each axis must be a product of sides of the slice"
+        ) from error
+
+
+def check_batch(name: str, batch_size: int, mesh: Mesh) -> None:
+    """Raises `UserError`, which calls the batch size `name`, unless it divides over the mesh."""
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    if batch_size % ways:
+        raise UserError(
+            f"{name}={batch_size} must be a multiple of mesh.data x mesh.fsdp = {ways} devices"
+        )
+
+
+def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The spec of an array by the table; an axis that does not divide evenly is not split."""
+    for pattern, spec in RULES:
+        if re.search(pattern, path):
+            return PartitionSpec(
+                *(
+                    axis if axis is None or size % mesh.shape[axis] == 0 else None
+                    for axis, size in zip(spec, shape, strict=False)
+                )
+            )
+    return PartitionSpec()
+
+
+def path_of(path: tuple[Any, ...]) -> str:
+    """A tree path as "a/b/c"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """The sharding by the table of every leaf of a tree of arrays or shapes."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, spec_of(path_of(path), leaf.shape, mesh)), tree
+    )
+
+
+def rows_here(batch_size: int, mesh: Mesh) -> list[int]:
+    """The rows of a global batch that this process's devices hold, ascending.
+
+    They need not be adjacent, and where the `tensor` axis spans processes, those processes hold the same rows.
+    """
+    places = NamedSharding(mesh, BATCH).addressable_devices_indices_map((batch_size,))
+    rows = {row for index in places.values() if index for row in range(batch_size)[index[0]]}
+    return sorted(rows)
+
+
+def global_batch(batch: dict[str, np.ndarray], batch_size: int, mesh: Mesh) -> dict[str, jax.Array]:
+    """Global arrays, sharded as batches are, from the rows that each process has.
+
+    Args:
+      batch: arrays whose first axis is the rows of `rows_here`, in that order.
+      batch_size: number of rows of the global batch.
+      mesh: the mesh.
+    """
+    place_of = {row: place for place, row in enumerate(rows_here(batch_size, mesh))}
+
+    def placed(rows: np.ndarray) -> jax.Array:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            return rows[[place_of[row] for row in range(batch_size)[index[0]]]]
+
+        shape = (batch_size, *rows.shape[1:])
+        return jax.make_array_from_callback(shape, NamedSharding(mesh, BATCH), part)
+
+    return {name: placed(rows) for name, rows in batch.items()}

@@ -1,0 +1,98 @@
+"""SIGTERM and Ctrl-C in runs of several processes, and in training, which ends with a checkpoint.
+
+A signal may reach only some of the processes. JAX's distributed runtime handles SIGTERM itself and tells the other
+processes, so that all of them end at the same step: at the same call of `poll` or `NoteSignal.asked`.
+"""
+
+import abc
+import itertools
+import math
+import os
+import signal
+import time
+
+from jax.experimental import multihost_utils
+
+from calm_jax.cli.signals import EXIT_INTERRUPTED, SignalHandler, interrupted
+from calm_jax.parallel import multihost
+
+_SAME_SIGNAL_SECONDS = 1.0
+
+# The runtime's number of the next call; it counts on over all stages, equally on all processes.
+_polls = itertools.count()
+
+
+def poll() -> None:
+    """Raises `Interrupted` at the same call on all processes if one of them got a signal; for work outside training."""
+    if _is_signalled():
+        raise interrupted("SIGTERM")
+
+
+def _is_signalled() -> bool:
+    """Whether any process got SIGTERM; the same on all of them, which must call it equally often."""
+    on = multihost.is_initialized()
+    return on and multihost_utils.reached_preemption_sync_point(next(_polls))
+
+
+class _Handled(SignalHandler, abc.ABC):
+    """Handles SIGTERM and Ctrl-C inside a `with`, with or without JAX's distributed runtime.
+
+    With the runtime, Ctrl-C becomes a SIGTERM, of which the runtime tells all processes; a second Ctrl-C ends this process
+    at once.
+    """
+
+    _is_passed_on = False
+
+    def __init__(self) -> None:
+        # The runtime handles SIGTERM itself.
+        on = multihost.is_initialized()
+        super().__init__(
+            (signal.SIGINT,) if on else (signal.SIGTERM, signal.SIGINT), self._pass_on_or_handle
+        )
+
+    def _pass_on_or_handle(self, number: int) -> None:
+        if not multihost.is_initialized():
+            self._handle(signal.Signals(number).name)
+        elif self._is_passed_on:
+            # This process may hang in a collective, waiting for one that has ended.
+            os._exit(EXIT_INTERRUPTED)
+        else:
+            self._is_passed_on = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    @abc.abstractmethod
+    def _handle(self, name: str) -> None: ...
+
+
+class EndTogetherOnSignal(_Handled):
+    """Raises `Interrupted` at once: outside training, everything worth keeping is on disk."""
+
+    def _handle(self, name: str) -> None:
+        raise interrupted(name)
+
+
+class NoteSignal(_Handled):
+    """Notes a signal, so that a loop can end between two steps; a second signal raises `Interrupted` at once.
+
+    A signal within a second of the first is ignored: a host that shuts down signals both a script and the command to which
+    the script passes the signal on.
+    """
+
+    _name = ""
+    _noted_at = -math.inf
+
+    def _handle(self, name: str) -> None:
+        now = time.monotonic()
+        if not self._name:
+            self._name, self._noted_at = name, now
+        elif now - self._noted_at > _SAME_SIGNAL_SECONDS:
+            raise interrupted(name)
+
+    def asked(self) -> str:
+        """The name of the signal that came, or "".
+
+        All processes must call this equally often, and get the same answer.
+        """
+        if _is_signalled():
+            self._name = "SIGTERM"
+        return self._name

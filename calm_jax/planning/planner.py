@@ -1,0 +1,298 @@
+"""Plans training on hardware that this machine lacks, by compiling a recipe's training step for it ahead of time."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from calm_jax.build import check_attention, make_autoencoder_task, make_lm_task
+from calm_jax.config import Config
+from calm_jax.cost import flops, sizes
+from calm_jax.data.tokenizers import Vocabulary, vocabulary
+from calm_jax.errors import UserError
+from calm_jax.parallel.mesh import BATCH, MeshConfig, make_mesh, shardings
+from calm_jax.planning import hlo
+from calm_jax.planning.result import Plan, Traffic
+from calm_jax.planning.topology import Topology
+from calm_jax.tasks import Task
+from calm_jax.training.optimizer import make_optimizer
+from calm_jax.training.step import batch_shapes, check_batches, fresh_state, jit_step, make_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A training step that can be compiled, and the memory of its arguments.
+
+    Attributes:
+      config: the recipe, with the mesh to plan for.
+      stage: "autoencoder" or "lm".
+      topology: the hardware.
+      mesh: of stand-ins for the hardware's devices.
+      vocabulary: of the recipe's tokenizer.
+      arguments: bytes of the step's arguments on one device, by kind.
+      lower: traces and lowers the step; returns a `jax.stages.Lowered`.
+    """
+
+    config: Config
+    stage: str
+    topology: Topology
+    mesh: Mesh
+    vocabulary: Vocabulary
+    arguments: dict[str, float]
+    lower: Callable[[], Any]
+
+
+def _with_shardings(tree: Any, layout: Any) -> Any:
+    """The shapes of a tree with the shardings of `layout`."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, layout
+    )
+
+
+def _bytes(tree: Any) -> float:
+    """Bytes of a tree of shapes on one device."""
+    return float(
+        sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(tree)
+        )
+    )
+
+
+def check_stage(config: Config, stage: str, mesh: Mesh) -> None:
+    """Raises `UserError` if the recipe lacks the stage, or the mesh does not suit its batch or its attention."""
+    if stage == "autoencoder" and not config.has_autoencoder:
+        raise UserError("--stage=autoencoder: lm.head.name='softmax' has no autoencoder")
+    check_batches(stage, getattr(config, stage).training, mesh)
+    if stage == "lm":
+        with jax.set_mesh(mesh):
+            check_attention(config)
+
+
+def stage_of(
+    config: Config, stage: str, words: Vocabulary
+) -> tuple[Task, Task | None, optax.GradientTransformation]:
+    """The stage's task, the task whose parameters are frozen in it (None if there are none), and its optimizer."""
+    section = getattr(config, stage)
+    optimizer = make_optimizer(section.optimizer, section.training.num_steps)
+    autoencoder = make_autoencoder_task(config, words) if config.has_autoencoder else None
+    if autoencoder is not None and stage == "autoencoder":
+        return autoencoder, None, optimizer
+    return make_lm_task(config, words, config.eval.published), autoencoder, optimizer
+
+
+def prepare(config: Config, stage: str, topology: Topology) -> Lowered:
+    """The training step of `stage` for `topology`, with the config's mesh over its devices.
+
+    Raises:
+      UserError: if the compiler is not installed, or the mesh does not suit the devices, the batch or the attention.
+    """
+    section = getattr(config, stage)
+    words = vocabulary(config.tokenizer)
+    mesh = make_mesh(config.mesh, topology.devices())
+    check_stage(config, stage, mesh)
+    task, frozen_task, optimizer = stage_of(config, stage, words)
+    # The key is made before the mesh is set, because nothing can run on its devices.
+    key = jax.random.key(config.seed)
+    frozen = {} if frozen_task is None else {"params": jax.eval_shape(frozen_task.init, key)}
+    batch = batch_shapes(section.training, section.data.block_tokens)
+    with jax.set_mesh(mesh), topology.answering():
+        state = jax.eval_shape(fresh_state(task, optimizer, frozen, batch, key))
+        state = _with_shardings(state, shardings(state, mesh))
+        frozen = _with_shardings(frozen, shardings(frozen, mesh))
+        batch = _with_shardings(batch, {name: NamedSharding(mesh, BATCH) for name in batch})
+    arguments = {
+        "parameters": _bytes(state.params),
+        "optimizer": _bytes(state.opt_state),
+        "frozen": _bytes(frozen),
+        "batch": _bytes(batch),
+    }
+
+    def lower() -> Any:
+        step = make_step(task, optimizer, section.training, key, words.pad_id)
+        with jax.set_mesh(mesh), topology.answering():
+            return jit_step(step, state, mesh).lower(state, frozen, batch)
+
+    return Lowered(config, stage, topology, mesh, words, arguments, lower)
+
+
+# XLA's options by platform. Without a GPU, kernels cannot be autotuned, and some that only autotuning selects do not
+# compile.
+_OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}}
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
+# The TPU compiler's error for a program that does not fit has the bytes that it needs.
+_SIZE = r"([\d.]+)([KMGT]?)"
+_TOO_LARGE = (
+    # Bytes needed by the whole program, and available.
+    (re.compile(rf"Used {_SIZE}i?B? of {_SIZE}i?B? hbm"), True),
+    # Bytes needed by the temporaries alone, and available.
+    (re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)"), False),
+)
+
+
+def too_large(message: str) -> tuple[float, float, bool] | None:
+    """Reads the compiler's error for a program that does not fit into memory.
+
+    Returns:
+      The bytes needed, the bytes available, and whether the first are those of the whole program (True) or of the
+      temporaries alone (False); None for another error.
+    """
+    if "RESOURCE_EXHAUSTED" not in message:
+        return None
+    for pattern, is_whole in _TOO_LARGE:
+        found = pattern.search(message)
+        if found:
+            needed, unit, available, available_unit = found.groups()
+            sizes_of = float(needed) * _UNITS[unit], float(available) * _UNITS[available_unit]
+            return *sizes_of, is_whole
+    return None
+
+
+def recomputed_flops(config: Config, stage: str, vocab_size: int) -> float:
+    """FLOPs per token that the backward pass spends on recomputing activations.
+
+    A forward pass is a third of the FLOPs of training.
+    """
+    if stage == "autoencoder":
+        return 0.0
+    parts = flops.lm_training(config, vocab_size, flops.Count.OURS)
+    again = parts["backbone"] if config.lm.model.remat == "full" else 0.0
+    # The softmax head always recomputes its logits.
+    return (again + parts.get("vocabulary", 0.0)) / 3
+
+
+def compile_plan(lowered: Lowered) -> Plan:
+    """Compiles a step, which takes from twenty seconds to some minutes, and reads its plan from the result."""
+    config, stage, topology = lowered.config, lowered.stage, lowered.topology
+    section, vocab_size = getattr(config, stage), lowered.vocabulary.vocab_size
+    accelerator, num_devices = topology.accelerator, topology.num_devices
+    tokens = section.training.batch_size * section.data.block_tokens
+    options = _OPTIONS.get(topology.platform)
+    xla_flops = math.nan
+    collectives: dict[str, Traffic] = {}
+    unknown: tuple[str, ...] = ()
+    memory, available = dict(lowered.arguments), topology.memory
+    try:
+        program = lowered.lower().compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        found = too_large(str(error))
+        if found is None:
+            raise
+        needed, available, is_whole = found
+        known = sum(memory.values()) if is_whole else 0.0
+        memory["temporaries"] = max(0.0, needed - known)
+    else:
+        stats = program.memory_analysis()
+        memory["temporaries"] = float(stats.temp_size_in_bytes)
+        memory["outputs, not in place"] = float(
+            stats.output_size_in_bytes - stats.alias_size_in_bytes
+        )
+        memory["program"] = float(stats.generated_code_size_in_bytes)
+        # Not every compiler has a cost analysis.
+        xla_flops = float((program.cost_analysis() or {"flops": math.nan})["flops"])
+        read = hlo.Program.of(program.as_text())
+        unknown = read.runs()[1]
+        for one in read.collectives(num_devices):
+            before = collectives.get(one.kind, Traffic(0, 0.0))
+            collectives[one.kind] = Traffic(before.count + one.times, before.bytes + one.moved)
+    mesh = dict(lowered.mesh.shape)
+    ideal = sizes.fsdp_traffic(
+        config,
+        stage,
+        vocab_size,
+        section.training.accumulation_steps,
+        mesh["data"],
+        mesh["fsdp"],
+    )
+    per_token = flops.training(config, stage, vocab_size)
+    return Plan(
+        topology=str(topology),
+        mesh=mesh,
+        stage=stage,
+        parameters=sizes.trained(config, stage, vocab_size),
+        frozen=sizes.frozen(config, stage, vocab_size),
+        state_bytes=sizes.state_bytes(config, stage, vocab_size),
+        tokens=tokens,
+        flops=per_token * tokens,
+        recomputed=recomputed_flops(config, stage, vocab_size) * tokens,
+        xla_flops=xla_flops,
+        memory=memory,
+        needed=sum(memory.values()),
+        available=available,
+        collectives=collectives,
+        ideal_traffic=ideal,
+        unknown_loops=unknown,
+        num_steps=section.training.num_steps,
+        accelerator=accelerator,
+        num_devices=num_devices,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Try:
+    """One size of hardware that `fit` tried.
+
+    Attributes:
+      topology: the hardware.
+      plan: None if the step was not compiled.
+      why_not: the reason why this size does not do; empty if it does.
+    """
+
+    topology: Topology
+    plan: Plan | None
+    why_not: str
+
+
+def fit(
+    config: Config,
+    stage: str,
+    sizes_of_family: list[Topology],
+    compile_step: Callable[[Lowered], Plan],
+    note: Callable[[str], None],
+) -> list[Try]:
+    """Tries sizes of hardware in turn, up to the first into which the training step fits.
+
+    The mesh is the config's `tensor`, with `fsdp` over all other devices. A size is not compiled for if its number of
+    devices does not divide the batch, or if the step's arguments alone exceed its memory.
+
+    Args:
+      config: the recipe.
+      stage: "autoencoder" or "lm".
+      sizes_of_family: the hardware to try, ascending.
+      compile_step: `compile_plan`, or a function around it.
+      note: gets a line about each size.
+
+    Returns:
+      The sizes that were tried; the last one fits if its `why_not` is empty.
+    """
+    tries: list[Try] = []
+    for topology in sizes_of_family:
+        tensor = max(1, config.mesh.tensor)
+        mesh = MeshConfig(data=1, fsdp=-1, tensor=tensor)
+        one = dataclasses.replace(config, mesh=mesh)
+        try:
+            lowered = prepare(one, stage, topology)
+        except UserError as error:
+            tries.append(Try(topology, None, str(error)))
+        else:
+            least, has = sum(lowered.arguments.values()), topology.memory
+            if least > has:
+                why = f"{least / 2**30:.1f} GiB of parameters and state, of {has / 2**30:.1f} GiB"
+                tries.append(Try(topology, None, why))
+            else:
+                plan = compile_step(lowered)
+                why = "" if plan.fits else _shortage(plan)
+                tries.append(Try(topology, plan, why))
+        note(f"{topology}: {tries[-1].why_not or 'fits'}")
+        if not tries[-1].why_not:
+            break
+    return tries
+
+
+def _shortage(plan: Plan) -> str:
+    return f"needs {plan.needed / 2**30:.1f} GiB of {plan.available / 2**30:.1f} GiB"

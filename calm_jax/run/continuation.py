@@ -1,0 +1,144 @@
+"""From sampled chunks to the text of one prompt, which ends at eos, at a stop string or after `max_tokens`."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from calm_jax.data.tokenizers import Tokenizer
+from calm_jax.sampling.config import SampleConfig
+from calm_jax.sampling.search import Sampled
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass
+class Continuation:
+    """The text that follows a prompt. While a stream is running, during streaming, the fields hold the text generated so far.
+
+    Attributes:
+      index: the prompt's place among all prompts of the call.
+      prompt: the prompt, as it was given.
+      text: the new text, up to eos, a stop string or the last token; without eos and without the stop string.
+      tokens: ids of the new tokens, without eos; with a stop string's own tokens, up to the one that completes it.
+      chunk_ends: `len(tokens)` after each chunk.
+      draws, decoded, exact: one entry a chunk: latents drawn, tokens decoded, and whether the sampler was exact (see
+        `calm_jax.sampling.search.Sampled`).
+      seconds: one entry a chunk: seconds from the start of the prompt's batch until the host had the chunk. The first
+        call includes compilation.
+      finish: "eos", "stop" or "length" (`max_tokens`); empty while text is still being generated.
+      alignment: how the prompt was brought to whole chunks: "whole" if it was, else "pad", "left" or "match" (see
+        `sample.prompt_alignment` in configs/common.py).
+      match_draws: draws that alignment "match" used, also if none matched and it fell back to "left".
+    """
+
+    index: int
+    prompt: Prompt
+    text: str = ""
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    chunk_ends: list[int] = dataclasses.field(default_factory=list)
+    draws: list[int] = dataclasses.field(default_factory=list)
+    decoded: list[int] = dataclasses.field(default_factory=list)
+    exact: list[bool] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    finish: str = ""
+    alignment: str = "whole"
+    match_draws: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What one chunk adds to a streamed text.
+
+    A stream withholds the end of a text while it may be the beginning of a stop string or an incomplete UTF-8
+    character, and yields it with a later piece.
+
+    Attributes:
+      continuation: the continuation that grows; its `text` already contains this piece.
+      text: the characters to show now; may be empty.
+    """
+
+    continuation: Continuation
+    text: str
+
+
+def _num_withheld(text: str, stop: Sequence[str]) -> int:
+    """How many of the last characters may begin a stop string, or are an incomplete character (U+FFFD)."""
+    # An incomplete character may turn out to be the next one of a stop string, so it does not interrupt a match.
+    complete = text.rstrip("\ufffd")
+    begun = [
+        size for word in stop for size in range(1, len(word)) if complete.endswith(word[:size])
+    ]
+    return len(text) - len(complete) + max(begun, default=0)
+
+
+class Row:
+    """One row of a batch: a prompt's token ids, and the continuation that grows chunk by chunk.
+
+    Attributes:
+      continuation: the result so far.
+      ids: the prompt's token ids, with bos.
+    """
+
+    def __init__(
+        self,
+        continuation: Continuation,
+        ids: list[int],
+        tokenizer: Tokenizer,
+        options: SampleConfig,
+    ):
+        self.continuation, self.ids = continuation, ids
+        self._tokenizer, self._options = tokenizer, options
+        self._num_shown = 0
+
+    def split(self, chunk_size: int) -> tuple[list[int], list[int]]:
+        """The prompt's ids as `(whole chunks, the tokens of an incomplete last chunk)`."""
+        num_whole = len(self.ids) // chunk_size * chunk_size
+        return self.ids[:num_whole], self.ids[num_whole:]
+
+    def append(self, chunk: Sampled, num_given: int, seconds: float) -> Piece:
+        """Adds a chunk's tokens up to eos, the last of `max_tokens` or a stop string, and gives the text to show.
+
+        Args:
+          chunk: one row's chunk, with tokens [K].
+          num_given: how many of its first tokens are the prompt's own.
+          seconds: since the batch began.
+        """
+        to, options = self.continuation, self._options
+        num_before = len(to.tokens)
+        for token in chunk.tokens[num_given:].tolist():
+            if token == self._tokenizer.eos_id:
+                to.finish = "eos"
+                break
+            to.tokens.append(token)
+            if len(to.tokens) == options.max_tokens:
+                to.finish = "length"
+                break
+        text = self._decode_until_stop(num_before)
+        if not to.finish:
+            text = text[: len(text) - _num_withheld(text, options.stop)]
+        # Characters that were shown are never taken back, also where the tokenizer decodes more tokens to fewer characters.
+        piece, self._num_shown = text[self._num_shown :], max(self._num_shown, len(text))
+        to.text = text
+        to.chunk_ends.append(len(to.tokens))
+        to.draws.append(int(chunk.draws))
+        to.decoded.append(int(chunk.decoded))
+        to.exact.append(bool(chunk.exact))
+        to.seconds.append(round(seconds, 6))
+        return Piece(to, piece)
+
+    def _decode_until_stop(self, num_before: int) -> str:
+        """The text up to the first stop string; if there is one, the tokens after it are removed.
+
+        num_before: how many tokens came before the last chunk, which alone can have completed a stop string.
+        """
+        to, stop = self.continuation, self._options.stop
+        text = self._tokenizer.decode(to.tokens)
+        if not any(word in text for word in stop):
+            return text
+        to.finish = "stop"
+        # Token by token: of several stop strings in the chunk, the one that is complete first ends the text.
+        for size in range(num_before + 1, len(to.tokens) + 1):
+            text = self._tokenizer.decode(to.tokens[:size])
+            if any(word in text for word in stop):
+                to.tokens = to.tokens[:size]
+                break
+        return text[: min(text.index(word) for word in stop if word in text)]

@@ -1,0 +1,324 @@
+"""The text of a run: read, tokenised once, and packed for training and scoring of each stage."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from calm_jax import brier
+from calm_jax.brier import ORDERS
+from calm_jax.config import Config
+from calm_jax.data.corpus import Corpus, Source, load_corpus
+from calm_jax.data.documents import Document
+from calm_jax.data.loader import TrainingText
+from calm_jax.data.packing import (
+    MASKED,
+    BlockConfig,
+    Blocks,
+    BlockSource,
+    IsolatedBlocks,
+    document_windows,
+    encode_documents,
+    pack,
+    pack_completions,
+    pack_records,
+)
+from calm_jax.data.shards import PreparedText, prepared_blocks
+from calm_jax.data.tokenizers import Tokenizer
+from calm_jax.errors import UserError
+
+# At most so many training n-grams are counted for the frequency floor, which takes about 1 GB of memory. From a larger
+# text, evenly spaced blocks or documents are taken.
+_FLOOR_NGRAMS = 2**23
+
+
+def read_corpus(config: Config) -> Corpus:
+    """Reads the text that the config's stages need, and prints how many records were left out, and why.
+
+    Raises `UserError` for files that are missing, bad or empty.
+    """
+    trains_autoencoder = "autoencoder" in config.stages and not config.autoencoder_source
+    has_own = bool(config.data.autoencoder_files)
+    corpus = load_corpus(
+        config.data,
+        with_train="lm" in config.stages or not has_own,
+        with_autoencoder=trains_autoencoder,
+    )
+    for reason, count in corpus.skipped.items():
+        if count:
+            print(f"data: {count} records left out: {reason}")
+    return corpus
+
+
+class _InMemory:
+    """Documents and their token ids, without bos or eos. The prompts are empty arrays where the text has none."""
+
+    def __init__(self, documents: list[Document], tokenizer: Tokenizer, has_prompts: bool):
+        self.documents = documents
+        self.encoded = encode_documents([document.text for document in documents], tokenizer)
+        no_prompt = np.zeros(0, np.int32)
+        self.prompts = (
+            encode_documents([document.prompt for document in documents], tokenizer)
+            if has_prompts
+            else [no_prompt] * len(documents)
+        )
+
+
+class Dataset:
+    """The text of a run. Tokenised when it is made; packed when a stage's split is first asked for.
+
+    Args:
+      config: the whole config.
+      corpus: the documents and prepared text that `read_corpus` read.
+      tokenizer: the run's.
+
+    Raises:
+      UserError: if a folder of prepared text was made with another tokenizer.
+    """
+
+    def __init__(self, config: Config, corpus: Corpus, tokenizer: Tokenizer):
+        self._config, self._corpus, self._tokenizer = config, corpus, tokenizer
+        for prepared in corpus.prepared:
+            _check_tokenizer(prepared, tokenizer)
+        self._validation = self._tokenize(corpus.validation)
+        self._sources = [self._prepare(source) for source in corpus.sources]
+        has_own_text = corpus.autoencoder_sources is not corpus.sources
+        self._autoencoder_sources = (
+            [self._prepare(source) for source in corpus.autoencoder_sources]
+            if has_own_text
+            else self._sources
+        )
+        self._weights = {
+            "lm": config.data.mixture,
+            "autoencoder": () if has_own_text else config.data.mixture,
+        }
+        self._training: dict[str, TrainingText] = {}
+        self._scored_blocks: dict[str, BlockSource] = {}
+
+    def _tokenize(self, documents: list[Document]) -> _InMemory:
+        return _InMemory(documents, self._tokenizer, bool(self._config.data.prompt_field))
+
+    def _prepare(self, source: Source) -> _InMemory | PreparedText:
+        return source if isinstance(source, PreparedText) else self._tokenize(source)
+
+    @property
+    def has_train(self) -> bool:
+        """Whether there is training text. Scoring alone needs none."""
+        return bool(self._sources)
+
+    def training(self, name: str) -> TrainingText:
+        """The training blocks of a stage, "autoencoder" or "lm", with the weight of each source.
+
+        Raises `UserError` if the text is shorter than one block.
+        """
+        if name not in self._training:
+            sources = self._autoencoder_sources if name == "autoencoder" else self._sources
+            blocks = [self._training_blocks(name, source) for source in sources]
+            self._training[name] = TrainingText(blocks, self._weights[name])
+        return self._training[name]
+
+    def validation(self, name: str) -> BlockSource:
+        """The validation blocks of a stage, without random pads.
+
+        Running text is cut into windows, and no text is dropped. Records with prompts are packed as in training.
+        """
+        if name not in self._scored_blocks:
+            data = getattr(self._config, name).data
+            data = dataclasses.replace(data, front_fill="none", packing="windows")
+            self._scored_blocks[name] = self._pack(name, "validation", self._validation, data)
+        return self._scored_blocks[name]
+
+    def windows(self) -> Blocks:
+        """The validation documents as the windows of the equal-context protocol (`eval.context_tokens` in configs/common.py).
+
+        Raises `UserError` if no document is long enough to be scored.
+        """
+        config = self._config
+        protocol = config.eval
+        documents = self._whole_documents(self._validation, stride=1)
+        blocks = document_windows(
+            documents,
+            self._tokenizer.pad_id,
+            protocol.block_tokens,
+            protocol.context_tokens,
+            # A multiple of the chunk size, and of four tokens so that every K scores the same n-grams.
+            math.lcm(config.chunk_size, ORDERS),
+        )
+        if protocol.context_tokens < config.chunk_size:
+            raise UserError(
+                f"eval.context_tokens={protocol.context_tokens} must be at least chunk_size={config.chunk_size}: the first "
+                "chunk of a window is never predicted"
+            )
+        starts_P = protocol.equal_context.starts(blocks.tokens.shape[1], config.chunk_size)
+        if not len(starts_P) or not len(blocks) or blocks.num_valid.max() < starts_P[0] + ORDERS:
+            longest = max(len(document) for document in documents)
+            raise UserError(
+                f"eval.context_tokens={protocol.context_tokens}: nothing to score after so much context with chunk_size="
+                f"{config.chunk_size}, eval.block_tokens={protocol.block_tokens} and eval.start_every="
+                f"{protocol.start_every} (the longest validation document has {longest} tokens): give fewer "
+                "context_tokens, or longer documents"
+            )
+        return blocks
+
+    def floor(self) -> brier.Score:
+        """BrierLM of predicting n-grams by their frequency in the training text.
+
+        It is scored on the same n-grams of the validation blocks as the model. Frequencies are counted over the
+        training n-grams that start where a chunk starts.
+        """
+        config = self._config
+        text, size = self.training("lm"), config.chunk_size
+        train_BT = text.targets(_FLOOR_NGRAMS * size // text.block_tokens)
+        window_P4 = brier.windows(np.arange(0, train_BT.shape[1] - ORDERS + 1, size))
+        train_N4 = train_BT[:, window_P4].reshape(-1, ORDERS)
+        train_N4 = train_N4[(train_N4 != MASKED).all(1)]
+        return self._floor(train_N4, self.validation("lm"), config.eval.published)
+
+    def equal_context_floor(self) -> brier.Score:
+        """The frequency floor of the equal-context protocol. Every K has the same one.
+
+        Frequencies are counted over the training n-grams from every token on.
+        """
+        num_tokens = sum(
+            source.num_tokens if isinstance(source, PreparedText) else sum(map(len, source.encoded))
+            for source in self._sources
+        )
+        stride = -(-num_tokens // _FLOOR_NGRAMS) or 1
+        train_N4 = [
+            np.lib.stride_tricks.sliding_window_view(document, ORDERS)
+            for source in self._sources
+            for document in self._whole_documents(source, stride)
+            if len(document) >= ORDERS
+        ]
+        return self._floor(
+            np.concatenate(train_N4), self.windows(), self._config.eval.equal_context
+        )
+
+    def check_scored(self) -> None:
+        """Raises `UserError` if the validation text has no n-gram to score; with prompts, only prints it."""
+        config = self._config
+        _, counted_BP4 = self._scored(self.validation("lm"), config.eval.published)
+        if not counted_BP4[..., -1].any():
+            if config.data.prompt_field:
+                print(f"lm: no held-out completion has {ORDERS} tokens: there will be no BrierLM")
+                return
+            raise UserError(
+                f"lm: the validation text has no {ORDERS} tokens after the first chunk of {config.chunk_size} of its "
+                "block, so there is nothing to score: give more of it"
+            )
+
+    def _scored(
+        self, blocks: BlockSource, protocol: brier.Protocol
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The n-grams that a protocol scores, [B, P, 4], and whether their first n tokens count, bool [B, P, 4]."""
+        target_BT = blocks.targets(np.arange(len(blocks)))
+        starts_P = protocol.starts(target_BT.shape[1], self._config.chunk_size)
+        counted_BP4 = brier.counted(target_BT, starts_P, self._tokenizer.pad_id)
+        return target_BT[:, brier.windows(starts_P)], counted_BP4
+
+    def _whole_documents(self, source: _InMemory | PreparedText, stride: int) -> list[np.ndarray]:
+        """The tokens of every `stride`-th document, with bos, and with eos if `lm.data.append_eos`."""
+        tokenizer = self._tokenizer
+        if isinstance(source, PreparedText):
+            return [tokens[tokens != tokenizer.pad_id] for tokens in source.documents(stride)]
+        eos = [tokenizer.eos_id] * self._config.lm.data.append_eos
+        return [
+            np.concatenate([[tokenizer.bos_id], prompt, ids, eos]).astype(np.int32)
+            for prompt, ids in zip(source.prompts[::stride], source.encoded[::stride], strict=True)
+        ]
+
+    def _floor(
+        self, train_N4: np.ndarray, validation: BlockSource, protocol: brier.Protocol
+    ) -> brier.Score:
+        target_BP4, counted_BP4 = self._scored(validation, protocol)
+        return brier.frequency_floor(train_N4, np.maximum(target_BP4, 0), counted_BP4)
+
+    def _training_blocks(self, name: str, source: _InMemory | PreparedText) -> BlockSource:
+        config, data = self._config, getattr(self._config, name).data
+        if not isinstance(source, PreparedText):
+            return self._pack(name, "train", source, data)
+        _check_prepared(source, name, data, config.chunk_size)
+        blocks = prepared_blocks(source, data.block_tokens, data.packing)
+        if not len(blocks):
+            raise UserError(
+                f"{name}: {source.folder} has {source.num_tokens} tokens, and one block needs {data.block_tokens}: give "
+                "more text, or a smaller data.block_tokens"
+            )
+        if data.isolate_documents:
+            return IsolatedBlocks(blocks, source.starts(), blocks.first_N, config.chunk_size)
+        return blocks
+
+    def _pack(self, name: str, split: str, text: _InMemory, data: BlockConfig) -> BlockSource:
+        config = self._config
+        if config.data.prompt_field and name == "lm":
+            return self._pack_records(split, text, data)
+        keep_remainder, what = split == "validation", f"{name}: the {split} text"
+        if config.data.prompt_field:
+            return pack_completions(
+                text.encoded, self._tokenizer, data, config.chunk_size, keep_remainder, what
+            )
+        return pack(
+            text.encoded,
+            self._tokenizer,
+            data,
+            config.chunk_size,
+            config.seed,
+            keep_remainder,
+            what,
+        )
+
+    def _pack_records(self, split: str, text: _InMemory, data: BlockConfig) -> Blocks:
+        config = self._config
+        names = [document.name for document in text.documents]
+        blocks, too_long = pack_records(
+            names,
+            text.prompts,
+            text.encoded,
+            self._tokenizer,
+            data,
+            config.chunk_size,
+        )
+        way_out = f"lm.data.block_tokens={data.block_tokens}: raise it"
+        if too_long and config.data.on_bad_record == "raise":
+            raise UserError(
+                f"{too_long[0]}: the record is longer than {way_out}, or leave such records out with "
+                "--config.data.on_bad_record=skip"
+            )
+        if too_long:
+            print(f"data: {len(too_long)} {split} records left out: longer than {way_out}")
+        if not len(blocks):
+            raise UserError(f"lm: the {split} text has no record that fits {way_out}")
+        return blocks
+
+
+def _check_tokenizer(text: PreparedText, tokenizer: Tokenizer) -> None:
+    theirs = text.index["tokenizer"]["fingerprint"]
+    if theirs != tokenizer.fingerprint:
+        raise UserError(
+            f"{text.folder} was prepared with another tokenizer ({theirs}) than this run's ({tokenizer.fingerprint}): "
+            f"prepare the text with this run's, or give a new --workdir without tokenizer.path to use that of {text.folder}"
+        )
+
+
+def _check_prepared(text: PreparedText, name: str, data: BlockConfig, chunk_size: int) -> None:
+    """Raises `UserError` if prepared text was made with other options than the stage's `data` section has."""
+    asked: dict[str, object] = {
+        "append_eos": data.append_eos,
+        "align_documents_to_chunks": data.align_documents_to_chunks,
+        "front_fill": data.front_fill,
+    }
+    if data.align_documents_to_chunks or data.front_fill != "none":
+        asked["chunk_size"] = chunk_size
+    is_published = text.options["packing"] == "published"
+    asked["packing"] = "published" if data.packing == "published" else "all"
+    if is_published and data.packing == "published":
+        asked["block_tokens"] = data.block_tokens
+    for option, ours in asked.items():
+        theirs = text.options[option]
+        if ours != theirs:
+            key = option if option == "chunk_size" else f"{name}.data.{option}"
+            value = "windows" if (option, theirs) == ("packing", "all") else theirs
+            raise UserError(
+                f"{text.folder} was prepared with --{option}={theirs}, and {key} asks for {ours!r}: prepare the text with "
+                f"--{option}={ours}, or give --config.{key}={value}"
+            )

@@ -1,0 +1,290 @@
+"""The start of a run: `begin` checks all that can be checked before long work, then makes or opens the workdir.
+
+A run may take over parts of other workdirs: initial parameters (`init_from`), or a whole autoencoder
+(`autoencoder.checkpoint`, or that of `init_from`). Their config and tokenizer must fit.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from calm_jax.build import check_attention
+from calm_jax.config import Config, as_dict, leaves
+from calm_jax.data.corpus import Corpus
+from calm_jax.data.tokenizers import Tokenizer, check_path, make_tokenizer
+from calm_jax.errors import UserError
+from calm_jax.parallel import multihost
+from calm_jax.parallel.mesh import check_batch
+from calm_jax.run.dataset import Dataset, read_corpus
+from calm_jax.run.workdir import Workdir, describe
+from calm_jax.training import checkpoint
+from calm_jax.training.step import check_batches
+
+# Keys that change how a model is trained or sampled, but not which parameters it has or what they mean.
+_NOT_COMPARED = {
+    "autoencoder.model": ("dropout", "kl_clamp", "kl_weight"),
+    "lm.head": ("num_samples", "num_target_samples", "beta", "num_steps", "solver"),
+    "lm.model": ("remat", "attention"),
+}
+
+
+def _check_fits(
+    key: str, config: Config, tokenizer: Tokenizer, source: Workdir, with_lm: bool
+) -> None:
+    """Raises `UserError` unless `source`, the workdir that the config key `key` names, has this recipe's models.
+
+    with_lm: compare the language model, too; else the autoencoder alone.
+    """
+    theirs = source.config
+    ours_and_theirs: dict[str, tuple[Any, Any]] = {
+        "chunk_size": (config.chunk_size, theirs.chunk_size),
+        "tokenizer.kind": (config.tokenizer.kind, theirs.tokenizer.kind),
+        "tokenizer": (tokenizer.fingerprint, source.tokenizer.fingerprint),
+    }
+
+    def compare(name: str, ours: Any, other: Any) -> None:
+        ours, other = dataclasses.asdict(ours), dataclasses.asdict(other)
+        for field in ours | other:
+            if field not in _NOT_COMPARED[name]:
+                ours_and_theirs[f"{name}.{field}"] = (ours.get(field), other.get(field))
+
+    if config.has_autoencoder:
+        compare("autoencoder.model", config.autoencoder.model, theirs.autoencoder.model)
+    if with_lm:
+        compare("lm.head", config.lm.head, theirs.lm.head)
+        compare("lm.model", config.lm.model, theirs.lm.model)
+    for name, (ours, other) in ours_and_theirs.items():
+        if ours == other:
+            continue
+        hint = f"; its tokenizer is {source.path}/tokenizer/model" if name == "tokenizer" else ""
+        raise UserError(
+            f"{key}={str(source.path)!r} has {name}={other!r}, this recipe has {ours!r}{hint}"
+        )
+
+
+def _open_source(key: str, name: str, stages: Sequence[str], workdir: Workdir) -> Workdir:
+    """The workdir `name`, the value of `key`. Raises `UserError` unless it has trained parameters of these stages."""
+    source = Workdir(pathlib.Path(name))
+    if source.path.resolve() == workdir.path.resolve():
+        raise UserError(f"{key}={name!r} is the workdir itself")
+    if not source.exists:
+        raise UserError(f"{key}={name!r} is no workdir")
+    for stage in stages:
+        if checkpoint.latest_step(source.checkpoints(stage)) is None:
+            what = "autoencoder" if stage == "autoencoder" else "language model"
+            raise UserError(f"{key}={name!r} has no trained {what}")
+    return source
+
+
+def _find_sources(
+    config: Config, workdir: Workdir, fresh: bool, tokenizer: Tokenizer | None
+) -> tuple[Workdir | None, Workdir | None]:
+    """The workdirs to copy from: `(that of the initial parameters, that of the autoencoder)`.
+
+    Either is None if the config names none, or if `workdir` has its copy already.
+
+    Args:
+      fresh: whether `workdir` is new, or to be overwritten.
+      tokenizer: this run's; None if it is not known yet, which leaves out the check that configs and tokenizers fit.
+    """
+
+    def has(stage: str) -> bool:
+        return not fresh and checkpoint.latest_step(workdir.checkpoints(stage)) is not None
+
+    initial = autoencoder = None
+    to_begin = [
+        stage
+        for stage in config.stages
+        if fresh or not (has(stage) or workdir.initial(stage).exists())
+    ]
+    if config.init_from and to_begin:
+        initial = _open_source("init_from", config.init_from, to_begin, workdir)
+    if config.autoencoder_source and not has("autoencoder"):
+        key = "autoencoder.checkpoint" if config.autoencoder.checkpoint else "init_from"
+        autoencoder = _open_source(key, config.autoencoder_source, ["autoencoder"], workdir)
+        if tokenizer is not None:
+            _check_fits(key, config, tokenizer, autoencoder, with_lm=False)
+    if initial is not None and tokenizer is not None:
+        _check_fits("init_from", config, tokenizer, initial, with_lm="lm" in to_begin)
+    return initial, autoencoder
+
+
+def _new_tokenizer(config: Config, corpus: Corpus, initial: Workdir | None) -> Tokenizer:
+    """The tokenizer of a new run: that of the initial parameters, else that of the prepared text, else the config's."""
+    if initial is not None:
+        return initial.tokenizer
+    for text in corpus.prepared:
+        theirs = text.tokenizer
+        if theirs.kind != config.tokenizer.kind:
+            raise UserError(
+                f"{text.folder} was prepared with a tokenizer of tokenizer.kind={theirs.kind!r}, this recipe has "
+                f"{config.tokenizer.kind!r}: give --config.tokenizer.kind={theirs.kind}"
+            )
+        return theirs
+    documents = corpus.train or corpus.autoencoder_train
+    return make_tokenizer(config.tokenizer, (document.text for document in documents))
+
+
+def _check_tokenizer_file(config: Config, tokenizer: Tokenizer) -> None:
+    """Raises `UserError` if `tokenizer.path` is another tokenizer than the model's. A file that is gone is no error."""
+    path = config.tokenizer.path
+    if path and pathlib.Path(path).exists():
+        named = make_tokenizer(config.tokenizer, ())
+        if named.fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"tokenizer.path={path!r} is another tokenizer ({named.fingerprint}) than the model's "
+                f"({tokenizer.fingerprint}): leave tokenizer.path out, give another --workdir, or --overwrite"
+            )
+
+
+def is_finished(config: Config, workdir: Workdir) -> bool:
+    """Whether results.json shows that every stage of the config was trained to its last step and scored."""
+    try:
+        done = json.loads(workdir.results_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return all(
+        name in done
+        and checkpoint.latest_step(workdir.checkpoints(name)) == done[name]["step"]
+        and done[name]["step"] >= getattr(config, name).training.num_steps
+        for name in config.stages
+        if not (name == "autoencoder" and config.autoencoder_source)
+    )
+
+
+def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> None:
+    """Raises `UserError` if stage 2 would have no autoencoder, or if the one that it began with would be trained on."""
+    if config.autoencoder_source or not config.has_autoencoder:
+        return
+    step = None if fresh else checkpoint.latest_step(workdir.checkpoints("autoencoder"))
+    if config.stage == "lm" and step is None:
+        raise UserError(
+            f"stage='lm' needs an autoencoder, and {workdir.path} has none: train it with --config.stage=all, or name "
+            "a workdir that has one with --config.autoencoder.checkpoint=DIR"
+        )
+    if fresh or checkpoint.latest_step(workdir.checkpoints("lm")) is None:
+        return
+    num_steps = config.autoencoder.training.num_steps
+    if "autoencoder" in config.stages and (step is None or step < num_steps):
+        raise UserError(
+            f"autoencoder.training.num_steps={num_steps}: the language model in {workdir.path} was trained on the "
+            f"autoencoder of step {step}, which must not change under it: give another --workdir"
+        )
+
+
+def _refuse_converted(workdir: Workdir) -> None:
+    """Raises `UserError` for a workdir of converted parameters: it has no optimizer state to resume from."""
+    if not workdir.is_converted:
+        return
+    has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
+    way_out = (
+        f"--config=configs/finetune.py:{workdir.path}"
+        if has_lm
+        else f"--config.autoencoder.checkpoint={workdir.path}"
+    )
+    raise UserError(
+        f"{workdir.path} holds converted parameters: to train from them, give another folder: {way_out} --workdir=DIR"
+    )
+
+
+def facts_of(corpus: Corpus) -> dict[str, Any]:
+    """What must be equal on all processes: size and fingerprint of every text."""
+    return {f"{name} text": about for name, about in describe(corpus).items()}
+
+
+def check_command(config: Config, workdir: Workdir, what: str) -> None:
+    """Raises `AgreedError` unless all processes were given the same command; `what` is its mode, such as "train"."""
+    given = {"command": what, "workdir": str(workdir.path)}
+    multihost.check_same(lambda: given | dict(leaves(as_dict(config))))
+
+
+def begin(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Dataset:
+    """Checks everything that can be checked before long work, then makes or opens the workdir, and returns the text.
+
+    Args:
+      config: the recipe.
+      workdir: the folder of the run; may not exist yet.
+      overwrite: whether to delete a run that is there.
+      mesh: the devices, set with `jax.set_mesh`.
+
+    Raises:
+      UserError: if a check fails, before anything is written or deleted.
+    """
+    text, facts, write = multihost.run_on_all(lambda: _check(config, workdir, overwrite, mesh))
+    multihost.check_same(facts)
+    multihost.write_once(write)
+    multihost.check_shared(workdir.path)
+    return text
+
+
+def _check(
+    config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh
+) -> tuple[Dataset, Callable[[], dict[str, Any]], Callable[[], None]]:
+    """Does all the checks of `begin` and writes nothing.
+
+    Returns `(text, facts, write)`: the run's text; a function that collects what must be equal on all processes; a
+    function that makes or opens the workdir.
+    """
+    if "lm" in config.stages:
+        check_attention(config)
+    for name in config.stages:
+        check_batches(name, getattr(config, name).training, mesh)
+    check_batch("eval.batch_size", config.eval.batch_size, mesh)
+    workdir.refuse_foreign()
+    if overwrite:
+        workdir.check_deletable()
+    fresh = overwrite or not workdir.exists
+    if config.data.validation_files and not config.data.train_files:
+        raise UserError("data.validation_files needs data.train_files to train on")
+    if not fresh:
+        _refuse_converted(workdir)
+        workdir.check_config(config, training=True)
+    initial, _ = _find_sources(config, workdir, fresh, tokenizer=None)
+    if fresh and initial is None and not config.data.names_folders:
+        check_path(config.tokenizer)
+    _check_autoencoder_stage(config, workdir, fresh)
+    print("data: reading and tokenising", flush=True)
+    corpus = read_corpus(config)
+    if fresh:
+        tokenizer = _new_tokenizer(config, corpus, initial)
+    else:
+        workdir.check_corpus(corpus)
+        tokenizer = workdir.tokenizer
+    if not fresh or initial is not None or corpus.prepared:
+        _check_tokenizer_file(config, tokenizer)
+    _, autoencoder = _find_sources(config, workdir, fresh, tokenizer)
+    # Packing raises `UserError` for text that is too short.
+    text = Dataset(config, corpus, tokenizer)
+    for name in config.stages:
+        if not (name == "autoencoder" and config.autoencoder_source):
+            text.training(name)
+    if config.has_autoencoder:
+        text.validation("autoencoder")
+    if "lm" in config.stages:
+        text.check_scored()
+
+    def write() -> None:
+        if overwrite:
+            workdir.delete()
+        if fresh:
+            workdir.create(config, tokenizer, corpus)
+        else:
+            workdir.add_corpus(corpus)
+            # A call with --config.stage=lm must not change the stage of the stored recipe.
+            workdir.store_config(dataclasses.replace(config, stage=workdir.config.stage))
+        if autoencoder is not None:
+            workdir.import_autoencoder(autoencoder)
+        if initial is not None:
+            for name in config.stages:
+                has_begun = checkpoint.latest_step(workdir.checkpoints(name)) is not None
+                if not has_begun and not workdir.initial(name).exists():
+                    workdir.import_initial(initial, name)
+
+    def facts() -> dict[str, Any]:
+        return {"tokenizer": tokenizer.fingerprint} | facts_of(corpus)
+
+    return text, facts, write

@@ -1,0 +1,306 @@
+"""A whole recipe in one workdir: trains the autoencoder and the language model, scores both, and writes samples."""
+
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping
+
+import jax
+from jax.sharding import Mesh
+
+from calm_jax import brier
+from calm_jax.build import check_attention, make_autoencoder_task, make_lm_task
+from calm_jax.cli.files import finite, write_atomically
+from calm_jax.config import Config, as_dict
+from calm_jax.cost import flops
+from calm_jax.data.corpus import Corpus
+from calm_jax.errors import UserError
+from calm_jax.evaluation import tradeoff
+from calm_jax.evaluation.evaluator import Evaluator
+from calm_jax.parallel import multihost
+from calm_jax.parallel.mesh import check_batch, make_mesh
+from calm_jax.run import generator, preflight, report
+from calm_jax.run.dataset import Dataset, read_corpus
+from calm_jax.run.workdir import Workdir
+from calm_jax.tasks import AutoencoderTask, LmTask, Params
+from calm_jax.training import checkpoint
+from calm_jax.training.checkpoint import Checkpointer
+from calm_jax.training.log import MetricsLog
+from calm_jax.training.loop import Profile, Stage, Trainer
+
+
+class Run:
+    """What the stages of a run share.
+
+    Attributes:
+      config, workdir, mesh, text: of the run; `text` is its `Dataset`.
+      tokenizer: that of the workdir.
+      log: the metrics of all stages.
+    """
+
+    def __init__(self, config: Config, workdir: Workdir, mesh: Mesh, text: Dataset):
+        self.config, self.workdir, self.mesh, self.text = config, workdir, mesh, text
+        self.tokenizer = workdir.tokenizer
+        # All processes must make it at the same place: process 0 broadcasts the records that it has read.
+        self.log = MetricsLog(workdir.path)
+
+    @functools.cached_property
+    def autoencoder_task(self) -> AutoencoderTask:
+        return make_autoencoder_task(self.config, self.tokenizer)
+
+    @functools.cached_property
+    def lm_task(self) -> LmTask:
+        return make_lm_task(self.config, self.tokenizer, self.config.eval.published)
+
+    def task(self, name: str) -> AutoencoderTask | LmTask:
+        return self.autoencoder_task if name == "autoencoder" else self.lm_task
+
+    def evaluator(self, name: str) -> Evaluator:
+        return Evaluator(
+            name,
+            self.task(name),
+            self.text.validation(name),
+            self.config.eval,
+            self.mesh,
+        )
+
+    def equal_context_evaluator(self) -> Evaluator:
+        """Scores the language model by the equal-context protocol: same context and same n-grams for every K."""
+        task = dataclasses.replace(self.lm_task, protocol=self.config.eval.equal_context)
+        return Evaluator("equal_context", task, self.text.windows(), self.config.eval, self.mesh)
+
+    def train(self, name: str, frozen: Params, evaluator: Evaluator, profile: Profile) -> Params:
+        """Trains one stage from its latest checkpoint, if there is one, to its last step.
+
+        Args:
+          name: "autoencoder" or "lm".
+          frozen: the parameters of the autoencoder, for stage 2.
+          evaluator: of the stage, for evaluations during training.
+          profile: the steps to trace.
+
+        Returns:
+          The parameters after the last step.
+        """
+        config = getattr(self.config, name)
+        stage = Stage(
+            name,
+            self.task(name),
+            frozen,
+            self._initial(name),
+            self.text.training(name),
+            self.config.data.read_threads,
+            evaluator,
+            config.training,
+            config.optimizer,
+            flops.training(self.config, name, self.tokenizer.vocab_size),
+        )
+        about = {"config": as_dict(self.config), "tokenizer": self.tokenizer.fingerprint}
+        checkpointer = Checkpointer(self.workdir.checkpoints(name), self.config.checkpoint.keep)
+        try:
+            if checkpointer.latest_step is not None:
+                saved_with = checkpointer.about()["tokenizer"]
+                if saved_with != about["tokenizer"]:
+                    raise UserError(
+                        f"{checkpointer.folder} was saved with another tokenizer ({saved_with}) than the "
+                        f"workdir's ({about['tokenizer']})"
+                    )
+            trainer = Trainer(
+                stage,
+                self.config.seed,
+                self.tokenizer.pad_id,
+                self.config.eval.part_blocks,
+                self.mesh,
+                checkpointer,
+                self.log,
+                about,
+                profile,
+            )
+            # One of several processes exits here if it fails: `close` would wait for the others to finish a save.
+            with multihost.exit_on_failure():
+                return trainer.run()
+        finally:
+            checkpointer.close()
+
+    def _initial(self, name: str) -> Callable[[], Params] | None:
+        """A function that loads the initial parameters, copied from `init_from`; None for random ones."""
+        if not self.config.init_from:
+            return None
+        return functools.partial(self.workdir.load_initial, name, self.task(name), self.mesh)
+
+    def validate(self, name: str, evaluator: Evaluator, params: Params, frozen: Params) -> dict:
+        """A stage's metrics over the whole validation split: read from the log if they are there, else computed."""
+        step = multihost.broadcast(checkpoint.latest_step(self.workdir.checkpoints(name))) or 0
+        known = self.log.find(name, "validation", step)
+        if known is not None:
+            return known
+        began = time.monotonic()
+        print(f"{name}: evaluating the whole validation split", flush=True)
+        values = evaluator(params, frozen)
+        self.log.write(name, "validation", step, values | {"seconds": time.monotonic() - began})
+        record = self.log.find(name, "validation", step)
+        assert record is not None
+        return record
+
+    def check_autoencoder(self, accuracy: float) -> None:
+        """Raises `UserError` if the autoencoder is less accurate than `autoencoder.min_accuracy`: stage 2 learns its latents."""
+        least = self.config.autoencoder.min_accuracy
+        if not accuracy >= least:
+            source = self.config.autoencoder_source
+            way_out = (
+                f"it comes from {source}, which may have other text; lower that key, or hold out more text if there is little"
+                if source
+                else "train it longer (autoencoder.training.num_steps), or lower that key"
+            )
+            raise multihost.AgreedError(
+                f"the autoencoder gets {accuracy:.2%} of the held-out tokens right, less than autoencoder.min_accuracy="
+                f"{least}: {way_out}"
+            )
+
+
+def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Profile) -> None:
+    """Trains the stages that are not finished, scores them, writes results and samples, and prints a table.
+
+    Args:
+      config: the recipe.
+      workdir: the folder of the run; may not exist yet.
+      overwrite: whether to delete a run that is there.
+      profile: the steps to trace.
+
+    Raises:
+      UserError: for bad input; what is found before training leaves the workdir unchanged.
+    """
+    preflight.check_command(config, workdir, "overwrite" if overwrite else "train")
+    if multihost.broadcast(
+        not overwrite and workdir.exists and preflight.is_finished(config, workdir)
+    ):
+        multihost.run_on_all(lambda: workdir.check_config(config, training=True))
+        print(
+            f"{workdir.path} is finished, there is nothing to do: --mode=eval scores it again, more "
+            "training.num_steps go on from here, --overwrite starts anew"
+        )
+        return
+    mesh = multihost.run_on_all(lambda: make_mesh(config.mesh))
+    with jax.set_mesh(mesh):
+        text = preflight.begin(config, workdir, overwrite, mesh)
+        run = Run(config, Workdir(workdir.path), mesh, text)
+        try:
+            _train_and_report(run, profile)
+        finally:
+            run.log.close()
+
+
+def _train_and_report(run: Run, profile: Profile) -> None:
+    config, workdir = run.config, run.workdir
+    results: dict[str, dict] = {}
+    frozen: Params = {}
+    if config.has_autoencoder:
+        evaluator = run.evaluator("autoencoder")
+        if "autoencoder" in config.stages and not config.autoencoder_source:
+            params = run.train("autoencoder", {}, evaluator, profile)
+        else:
+            params = workdir.load_params("autoencoder", run.autoencoder_task, run.mesh)
+        results["autoencoder"] = run.validate("autoencoder", evaluator, params, {})
+        frozen = {"params": params}
+    if "lm" in config.stages:
+        if config.has_autoencoder:
+            run.check_autoencoder(results["autoencoder"]["token_accuracy_from_sample"])
+        evaluator = run.evaluator("lm")
+        params = run.train("lm", frozen, evaluator, profile)
+        results["lm"] = run.validate("lm", evaluator, params, frozen)
+        results["floor"] = brier.as_values(run.text.floor())
+        samples = generator.samples(run.lm_task, params, frozen, run.tokenizer, config)
+        multihost.write_once(lambda: write_atomically(workdir.samples_path, samples))
+        print(f"\n{samples}")
+    for name in ("autoencoder", "lm"):
+        # 0 for an autoencoder that was copied from another workdir.
+        seconds = run.log.seconds(name) if name in results else 0
+        if seconds:
+            results[name] = {**results[name], "training_seconds": seconds}
+    text = json.dumps(finite(results), indent=2) + "\n"
+    multihost.write_once(lambda: write_atomically(workdir.results_path, text))
+    report.print_results(results, config, workdir)
+
+
+def run_evaluation(config: Config, workdir: Workdir) -> None:
+    """Scores the models of a workdir by the config's `eval` section; prints a table and appends to evaluations.jsonl.
+
+    Raises `UserError` if the config does not fit the workdir.
+    """
+
+    def check() -> Mesh:
+        workdir.check_config(config, training=False)
+        if config.eval.temperatures:
+            report.check_drawable()
+            tradeoff.ways(config.eval, config.sample.sampler_config, config.has_autoencoder)
+        mesh = make_mesh(config.mesh)
+        check_batch("eval.batch_size", config.eval.batch_size, mesh)
+        return mesh
+
+    def read() -> tuple[Dataset, Corpus]:
+        check_attention(config)
+        corpus = read_corpus(config)
+        change = "" if workdir.is_converted else workdir.change_of_text(corpus)
+        if change:
+            print(f"data: this is not the text that the run was trained on. {change}")
+        return Dataset(config, corpus, workdir.tokenizer), corpus
+
+    preflight.check_command(config, workdir, "eval")
+    mesh = multihost.run_on_all(check)
+    multihost.check_same(workdir.facts)
+    with jax.set_mesh(mesh):
+        text, corpus = multihost.run_on_all(read)
+        multihost.check_same(lambda: preflight.facts_of(corpus))
+        run = Run(config, workdir, mesh, text)
+        has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
+        # Records with prompts have no equal-context score: the prompt is the context.
+        has_equal_context = has_lm and not config.data.prompt_field
+        # Made first, as it refuses a context that is longer than the text.
+        equal_context = run.equal_context_evaluator() if has_equal_context else None
+        results: dict[str, Mapping] = {}
+        frozen: Params = {}
+        if config.has_autoencoder:
+            params = workdir.load_params("autoencoder", run.autoencoder_task, mesh)
+            results["autoencoder"] = run.evaluator("autoencoder")(params, {})
+            frozen = {"params": params}
+        if has_lm:
+            params = workdir.load_params("lm", run.lm_task, mesh)
+            evaluators = {"lm": run.evaluator("lm")}
+            if equal_context is not None:
+                evaluators["equal_context"] = equal_context
+            for name, evaluator in evaluators.items():
+                began = time.monotonic()
+                values = evaluator(params, frozen)
+                results[name] = values | {"seconds": time.monotonic() - began}
+            if config.eval.temperatures:
+                results["plane"] = tradeoff.measure(
+                    run.lm_task,
+                    params,
+                    frozen,
+                    run.text.validation("lm"),
+                    config.eval,
+                    tradeoff.ways(
+                        config.eval, config.sample.sampler_config, config.has_autoencoder
+                    ),
+                    run.tokenizer.pad_id,
+                    mesh,
+                )
+            if run.text.has_train:
+                results["floor"] = brier.as_values(run.text.floor())
+            if run.text.has_train and equal_context is not None:
+                results["equal_context_floor"] = brier.as_values(run.text.equal_context_floor())
+        for name in ("autoencoder", "lm"):
+            if name in results:
+                step = checkpoint.latest_step(workdir.checkpoints(name))
+                results[name] = {"step": step, **results[name]}
+    record = {"eval": dataclasses.asdict(config.eval), "data": dataclasses.asdict(config.data)}
+    report.print_results(results, config, workdir)
+    if "plane" in results:
+        report.print_plane(results["plane"])
+
+    def write() -> None:
+        report.append(workdir, record | results)
+        if "plane" in results:
+            report.draw_plane(results["plane"], workdir.path / "plane.png")
+
+    multihost.write_once(write)

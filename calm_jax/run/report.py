@@ -1,0 +1,221 @@
+"""The tables and the plot at the end of a run or an evaluation."""
+
+import json
+import pathlib
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import rich.table
+import rich.text
+
+from calm_jax.cli import progress
+from calm_jax.cli.files import finite
+from calm_jax.config import Config
+from calm_jax.errors import UserError
+from calm_jax.evaluation.tradeoff import name_of
+from calm_jax.run.workdir import Workdir
+
+
+def _percent(value: float | None) -> str:
+    return "nothing to score" if value is None else f"{value:.2%}"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def _with_error(values: Mapping, name: str, scale: float) -> str:
+    value, error = values[name], values[f"{name}_error"]
+    if value is None:
+        return "no positions to score"
+    text = f"{scale * value:.2f}"
+    # The standard error is NaN where BrierLM is 0 because one of its four factors is not positive.
+    return text if error is None or error != error else f"{text} ± {scale * error:.2f}"
+
+
+def _brier(values: Mapping) -> str:
+    return ", ".join(_with_error(values, f"brier_{order}", 100) for order in range(1, 5))
+
+
+_LOSSES = {
+    "energy": "minus energy score",
+    "diffusion": "noise error and bound",
+    "flow": "velocity error",
+    "softmax": "cross-entropy, nats a token",
+}
+
+
+def _scores(results: Mapping[str, Mapping], name: str, floor: str) -> list[tuple[str, str]]:
+    values = results[name]
+    rows = [
+        ("  BrierLM", _with_error(values, "brierlm", 1)),
+        ("  100 x Brier 1 to 4", _brier(values)),
+    ]
+    # The floor needs training text, which an evaluation may not have.
+    if floor in results:
+        floor_values = results[floor]
+        rows.insert(
+            1, ("  BrierLM of frequencies (the floor)", _with_error(floor_values, "brierlm", 1))
+        )
+        rows.append(("  100 x Brier 1 to 4 of the floor", _brier(floor_values)))
+    return rows
+
+
+def _rows(
+    results: Mapping[str, Mapping], config: Config, workdir: Workdir
+) -> list[tuple[str, str]]:
+    rows = []
+    names = {"autoencoder": "autoencoder", "lm": "language model"}
+    for stage, name in names.items():
+        if stage not in results:
+            continue
+        values = results[stage]
+        trained = "converted" if workdir.is_converted else f"step {values['step']}"
+        if "training_seconds" in values:
+            trained += f", trained in {progress.duration(values['training_seconds'])}"
+        rows.append((name, trained))
+        if stage == "autoencoder":
+            rows += [
+                (
+                    f"  held-out {kind}s right, from a sample / the mean",
+                    f"{_percent(values[f'{kind}_accuracy_from_sample'])} / "
+                    f"{_percent(values[f'{kind}_accuracy_from_mean'])}",
+                )
+                for kind in ("token", "chunk")
+            ]
+        else:
+            # A head that was added from outside the package is not in the table.
+            kind = _LOSSES.get(config.lm.head.name, "as the head defines it")
+            loss = f"  validation loss ({kind})"
+            rows += [(loss, _number(values["loss"])), *_scores(results, "lm", "floor")]
+    if "equal_context" in results:
+        scored = config.eval
+        rows += [
+            (
+                "at equal context",
+                f"tokens {scored.context_tokens} to {scored.block_tokens} of windows over documents, "
+                f"{results['equal_context']['ngrams']:,.0f} n-grams",
+            ),
+            *_scores(results, "equal_context", "equal_context_floor"),
+        ]
+    return rows
+
+
+def print_results(results: Mapping[str, Mapping], config: Config, workdir: Workdir) -> None:
+    """Prints a table of stages, scores and files, and the commands to run next.
+
+    Args:
+      results: values by name: "autoencoder", "lm", "floor", "equal_context" and "equal_context_floor", those that were computed.
+      config: the config that they were computed with.
+      workdir: the run.
+    """
+    table = rich.table.Table(show_header=False)
+    for name, value in _rows(results, config, workdir):
+        table.add_row(name, rich.text.Text(value))
+    files = ["config.json", "metrics.jsonl", "tensorboard", "samples.txt", "evaluations.jsonl"]
+    files = [name for name in files if (workdir.path / name).exists()]
+    table.add_row("files", rich.text.Text(f"{workdir.path}/: {', '.join(files)}"))
+    path = shlex.quote(str(workdir.path))
+    progress.console().print(table, highlight=False)
+    if "lm" in results:
+        print(f"next:\n  python -m calm_jax.generate --workdir={path} --prompt=TEXT")
+        if not workdir.is_converted:
+            print(
+                f"  python -m calm_jax.main --mode=eval --config=configs/workdir.py:{path} --config.eval.num_samples=8"
+            )
+    elif "autoencoder" in results and not workdir.is_converted:
+        print(
+            f"next:\n  python -m calm_jax.main --config=configs/workdir.py:{path} --config.stage=lm"
+        )
+
+
+def append(workdir: Workdir, record: Mapping) -> None:
+    """Adds one line to `evaluations.jsonl`. Raises `UserError` if it cannot be written."""
+    path = workdir.path / "evaluations.jsonl"
+    try:
+        with open(path, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps(finite(record), allow_nan=False) + "\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def print_plane(plane: Mapping[str, Any]) -> None:
+    """Prints the points of the accuracy-diversity plane (`tradeoff.measure`) as a table."""
+    table = rich.table.Table(
+        title=f"accuracy and collision (%) over {plane['contexts']} contexts; the rest per chunk"
+    )
+    for column in ("T", "sampler", "accuracy", "collision", "draws", "decoded", "exact", "ms"):
+        table.add_column(column, justify="left" if column == "sampler" else "right")
+    for point in plane["points"]:
+        table.add_row(
+            f"{point['temperature']:.2g}",
+            name_of(point),
+            _with_error(point, "accuracy", 1),
+            _with_error(point, "collision", 1),
+            f"{point['draws']:.1f}",
+            f"{point['decoded']:.1f}",
+            f"{point['exact']:.1%}",
+            f"{1e3 * point['seconds']:.3g}",
+        )
+    progress.console().print(table, highlight=False)
+    if "collision_probability" in plane:
+        values = plane["collision_probability"]
+        shares = ", ".join(
+            f"{name.removeprefix('quantile_')} % {value:.3g}"
+            for name, value in values.items()
+            if name.startswith("quantile")
+        )
+        print(
+            f"two draws of the model are the same chunk with probability {values['mean']:.3f} (mean over contexts; "
+            f"quantiles {shares})"
+        )
+
+
+def check_drawable() -> None:
+    """Raises `UserError` if matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "eval.temperatures: the plane is drawn with matplotlib, which is not installed: pip install -e '.[plot]'"
+        ) from error
+
+
+def draw_plane(plane: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Writes a PNG of the points: one line for each sampler, each point labelled with its temperature.
+
+    Samples are more diverse to the left, and more often correct towards the top.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    axes = figure.subplots()
+    points = plane["points"]
+    own = [point for point in points if point["temperature"] == 1]
+    for name in dict.fromkeys(name_of(point) for point in points):
+        line = [point for point in points if name_of(point) == name]
+        if name != "model":
+            # The line of every sampler of a latent head begins at T = 1, the model itself.
+            line = [*(one for one in own if one["sampler"] == "model"), *line]
+        line.sort(key=lambda point: -point["temperature"])
+        x, y = ([point[key] for point in line] for key in ("collision", "accuracy"))
+        axes.plot(x, y, "o" if name == "model" else "o-", label=name, markersize=4)
+        for point in line:
+            axes.annotate(
+                f"{point['temperature']:.2g}",
+                (point["collision"], point["accuracy"]),
+                textcoords="offset points",
+                xytext=(4, -8),
+                fontsize=7,
+            )
+    axes.set_xlabel("collision: two samples are equal (%)")
+    axes.set_ylabel("accuracy: a sample equals the true text (%)")
+    axes.legend(title="sampler")
+    axes.grid(alpha=0.3)
+    beside = path.with_suffix(".tmp.png")
+    try:
+        figure.savefig(beside, dpi=150)
+        beside.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,306 @@
+"""The files of a workdir, and how they are read and written.
+
+config.json            the resolved config
+tokenizer/             the tokenizer and its fingerprint
+corpus.json            size and fingerprint of the text that was trained on
+converted.json         in place of corpus.json: where converted parameters come from
+autoencoder/, lm/      checkpoints of the two stages
+init_autoencoder/, init_lm/  copies of the parameters that the stages began with, if `init_from` was given
+metrics.jsonl          training and validation metrics; the same in tensorboard/
+samples.txt            text that the model wrote at the end of training
+results.json           the final table; written when the run is finished
+evaluations.jsonl      one line for each call with --mode=eval; plane.png of the last one with eval.temperatures
+profile/               profiler traces of --profile
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from calm_jax.cli.files import write_atomically
+from calm_jax.config import Config, as_dict, as_json, differing_keys, leaves, resolve
+from calm_jax.data.corpus import Corpus, Source
+from calm_jax.data.documents import Document
+from calm_jax.data.shards import PreparedText
+from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
+from calm_jax.errors import UserError
+from calm_jax.parallel.multihost import MARK
+from calm_jax.tasks import AutoencoderTask, LmTask, Params
+from calm_jax.training import checkpoint
+
+# Only a workdir of converted parameters has this file.
+_ORIGIN = "converted.json"
+# All that a run writes: --overwrite refuses to delete a folder with anything else in it.
+_OWN_FILES = {
+    "autoencoder",
+    "autoencoder.tmp",
+    "config.json",
+    "config.json.tmp",
+    _ORIGIN,
+    "corpus.json",
+    "corpus.json.tmp",
+    "evaluations.jsonl",
+    "init_autoencoder",
+    "init_autoencoder.tmp",
+    "init_lm",
+    "init_lm.tmp",
+    "lm",
+    "metrics.jsonl",
+    "metrics.jsonl.tmp",
+    "plane.png",
+    "plane.tmp.png",
+    MARK,
+    "profile",
+    "results.json",
+    "results.json.tmp",
+    "samples.txt",
+    "samples.txt.tmp",
+    "tensorboard",
+    "tokenizer",
+}
+
+
+def fingerprint(documents: Sequence[Document]) -> str:
+    """A hash of documents: their names, texts and prompts, in order. 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for document in documents:
+        text = document.text.encode("utf-8")
+        digest.update(f"{document.name}\0{len(text)}\0".encode())
+        digest.update(text)
+        if document.prompt:
+            digest.update(b"\0" + document.prompt.encode("utf-8"))
+    return digest.hexdigest()[:16]
+
+
+def _describe_source(source: Source) -> dict:
+    if isinstance(source, PreparedText):
+        return {
+            "documents": source.num_documents,
+            "tokens": source.num_tokens,
+            "fingerprint": source.fingerprint,
+        }
+    return {
+        "documents": len(source),
+        "characters": sum(len(document.text) for document in source),
+        "fingerprint": fingerprint(source),
+    }
+
+
+def describe(corpus: Corpus) -> dict[str, dict]:
+    """Size and fingerprint of every source of text, as stored in corpus.json.
+
+    Keys are "train", "autoencoder" (only if it has its own text) and "validation"; further sources of a text are
+    "train 2", "train 3" and so on.
+    """
+    own = () if corpus.autoencoder_sources is corpus.sources else corpus.autoencoder_sources
+    texts = {"train": corpus.sources, "autoencoder": own, "validation": (corpus.validation,)}
+    described = {}
+    for name, sources in texts.items():
+        for number, source in enumerate(sources):
+            described[name if number == 0 else f"{name} {number + 1}"] = _describe_source(source)
+    return described
+
+
+def _size(described: dict) -> str:
+    unit = "tokens" if "tokens" in described else "characters"
+    return f"{described['documents']} documents of {described[unit]} {unit}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Workdir:
+    """The folder of one run. It exists as a workdir once it has a config.json."""
+
+    path: pathlib.Path
+
+    @property
+    def _config_path(self) -> pathlib.Path:
+        return self.path / "config.json"
+
+    @property
+    def exists(self) -> bool:
+        return self._config_path.exists()
+
+    @property
+    def samples_path(self) -> pathlib.Path:
+        return self.path / "samples.txt"
+
+    @property
+    def results_path(self) -> pathlib.Path:
+        return self.path / "results.json"
+
+    def checkpoints(self, stage: str) -> pathlib.Path:
+        return self.path / stage
+
+    @functools.cached_property
+    def config(self) -> Config:
+        """The stored config. Raises `UserError` if the folder is no workdir."""
+        if not self.exists:
+            raise UserError(f"{self.path} is no workdir: it has no config.json")
+        try:
+            stored = json.loads(self._config_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self._config_path} cannot be read ({error})") from error
+        return resolve(stored)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.path / "tokenizer")
+
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on all processes: config, tokenizer, and steps of the latest checkpoints."""
+        steps = {
+            f"checkpoint of {stage}": checkpoint.latest_step(self.checkpoints(stage))
+            for stage in ("autoencoder", "lm")
+        }
+        known = dict(leaves(as_dict(self.config)))
+        return known | steps | {"tokenizer": self.tokenizer.fingerprint}
+
+    def check_config(self, config: Config, training: bool) -> None:
+        """Raises `UserError` with the first key in which `config` differs from the stored config and must not.
+
+        training: True to resume training, which fixes more keys than evaluation does (see `differing_keys`).
+        """
+        pairs = differing_keys(as_dict(config), as_dict(self.config), training)
+        if pairs:
+            key, ours, stored = pairs[0]
+            more = f" (and {len(pairs) - 1} more keys)" if len(pairs) > 1 else ""
+            way_out = ", or --overwrite to delete what is there" if training else ""
+            raise UserError(
+                f"{self.path} was made with {key}={stored!r}, not {ours!r}{more}: give another --workdir, "
+                f"or --config=configs/workdir.py:{self.path} for the stored config{way_out}"
+            )
+
+    def check_corpus(self, corpus: Corpus) -> None:
+        """Raises `UserError` if the text is not the one that the run began with."""
+        change = self.change_of_text(corpus)
+        if change:
+            raise UserError(f"{change}: give another --workdir, or --overwrite")
+
+    def change_of_text(self, corpus: Corpus) -> str:
+        """Says how the text differs from the one that the run began with; empty if it does not."""
+        path = self.path / "corpus.json"
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({error})") from error
+        for split, now in describe(corpus).items():
+            # The text of a stage that has not begun is not in corpus.json yet.
+            then = stored.get(split, now)
+            if then != now:
+                return (
+                    f"{path}: the {split} text has changed since the run began ({_size(then)} then, {_size(now)} now; the "
+                    "standard library, if it is the text, differs between versions of Python)"
+                )
+        return ""
+
+    def add_corpus(self, corpus: Corpus) -> None:
+        """Adds the text of stages that begin now to corpus.json."""
+        path = self.path / "corpus.json"
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        now = describe(corpus) | stored
+        if now != stored:
+            write_atomically(path, json.dumps(now, indent=2) + "\n")
+
+    def refuse_foreign(self) -> None:
+        """Raises `UserError` if the path is a file, or a folder with files and no config.json."""
+        if self.path.exists() and not self.exists:
+            if not self.path.is_dir():
+                raise UserError(f"--workdir={self.path} is a file")
+            names = {entry.name for entry in self.path.iterdir()}
+            # These may be left by a run that was killed while it made its workdir.
+            if names - {"tokenizer", "corpus.json", "corpus.json.tmp", "config.json.tmp"}:
+                raise UserError(
+                    f"--workdir={self.path} is no workdir of calm_jax and is not empty: give another folder"
+                )
+
+    def delete(self) -> None:
+        """Deletes the folder. Call `check_deletable` first."""
+        if self.exists:
+            shutil.rmtree(self.path)
+
+    def check_deletable(self) -> None:
+        """Raises `UserError` if the folder holds a file that no run wrote."""
+        self.refuse_foreign()
+        if not self.exists:
+            return
+        _ = self.config  # Raises `UserError` for the config.json of another program.
+        foreign = sorted({entry.name for entry in self.path.iterdir()} - _OWN_FILES)
+        if foreign:
+            raise UserError(
+                f"--overwrite would delete {self.path / foreign[0]}, which is no file of a run: move it away first"
+            )
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether its parameters were converted from a published checkpoint: it has no optimizer state and no corpus.json."""
+        return (self.path / _ORIGIN).exists()
+
+    def create(self, config: Config, tokenizer: Tokenizer, corpus: Corpus) -> None:
+        """Writes tokenizer, corpus.json and config.json of a new run. config.json comes last: it makes the folder a workdir."""
+        self._create(config, tokenizer, "corpus.json", describe(corpus))
+
+    def create_converted(self, config: Config, tokenizer: Tokenizer, origin: dict) -> None:
+        """The same for converted parameters, with converted.json instead of corpus.json; `origin` is its content."""
+        self._create(config, tokenizer, _ORIGIN, origin)
+
+    def _create(self, config: Config, tokenizer: Tokenizer, name: str, description: dict) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            tokenizer.save(self.path / "tokenizer")
+        except OSError as error:
+            raise UserError(
+                f"--workdir={self.path} cannot be written: {error.strerror or error}"
+            ) from error
+        write_atomically(self.path / name, json.dumps(description, indent=2) + "\n")
+        self.store_config(config)
+
+    def store_config(self, config: Config) -> None:
+        write_atomically(self._config_path, as_json(config))
+
+    def import_autoencoder(self, source: "Workdir") -> None:
+        """Copies the latest autoencoder checkpoint of another workdir."""
+        step = checkpoint.latest_step(source.checkpoints("autoencoder"))
+        whole = source.checkpoints("autoencoder") / str(step)
+        self._copy(whole, self.checkpoints("autoencoder"), str(step))
+
+    def initial(self, stage: str) -> pathlib.Path:
+        """The folder of the initial parameters of a stage, copied from `init_from`."""
+        return self.path / f"init_{stage}"
+
+    def import_initial(self, source: "Workdir", stage: str) -> None:
+        """Copies the latest parameters of `source` as initial ones, so that the run does not depend on that folder later."""
+        step = checkpoint.latest_step(source.checkpoints(stage))
+        params = source.checkpoints(stage) / str(step) / "params"
+        self._copy(params, self.initial(stage), f"{step}/params")
+
+    def _copy(self, source: pathlib.Path, folder: pathlib.Path, name: str) -> None:
+        """Copies `source` to `folder`/`name`. `folder` appears when it is complete: the copy is made beside it and renamed."""
+        unfinished = folder.with_name(f"{folder.name}.tmp")
+        try:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            # A stage that was killed before its first checkpoint leaves a folder without one.
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(source, unfinished / name)
+            unfinished.rename(folder)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+    def load_params(self, stage: str, task: AutoencoderTask | LmTask, mesh: Mesh) -> Params:
+        """The latest parameters of a stage, sharded over the mesh. Raises `UserError` if there is no checkpoint."""
+        return _load(self.checkpoints(stage), task, mesh)
+
+    def load_initial(self, stage: str, task: AutoencoderTask | LmTask, mesh: Mesh) -> Params:
+        """The initial parameters of a stage, copied from `init_from`, sharded over the mesh."""
+        return _load(self.initial(stage), task, mesh)
+
+
+def _load(folder: pathlib.Path, task: AutoencoderTask | LmTask, mesh: Mesh) -> Params:
+    return checkpoint.load_params(folder, jax.eval_shape(task.init, jax.random.key(0)), mesh)

@@ -1,0 +1,69 @@
+"""`ChunkModel`: the interface of a model to BrierLM, temperature sampling and generation.
+
+They use nothing else of a model. So a new head works with all of them, and tests can use a known distribution in a
+head's place.
+
+B rows, P positions, N draws of each, K tokens per chunk, R any flattened axes.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import chex
+from jax import Array
+
+from calm_jax.models.kv_cache import KVCache, Memory
+
+# The largest array of logits that decoding holds at once, in elements: 256 MiB in float32.
+_MAX_LOGITS = 2**26
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkModel:
+    """A model as functions of arrays, with its parameters bound.
+
+    The autoencoder's decoder comes in two steps, `unfold` and `argmax_tokens`, so that samplers can decode some of a
+    chunk's K positions and skip the others.
+
+    Attributes:
+        latents: `(h_PD, num_draws, key_P, noise_scale) -> [P, N, Z]`, draws of the next chunk's latent; a noise_scale
+            of 1 draws from the model's own distribution.
+        unfold: `latent_RZ -> [R, K, D]`, one feature vector for each of the K positions of a latent's chunk.
+        argmax_tokens: `x_RD -> int32 [R]`, the most likely token at each unfolded position; the expensive part of
+            decoding, as it computes V logits.
+        advance: `(tokens_BLK, memory) -> (h_BLD, memory)`, reads chunks after those in a cache or fork, and returns
+            it extended by them.
+        empty_cache: `(batch, size, window) -> cache` with room for `size` chunks; each chunk sees the last `window`
+            (see `KVCache`).
+        fork: `(cache, length_B, size) -> fork` that continues the first `length` chunks of a cache by up to `size`
+            chunks of its own, and leaves the cache unchanged (see `Fork`).
+        log_probs: `h_PD -> [P, V]`, log-probabilities of the next token, for a model that knows them (K = 1, and its
+            latents are the tokens); None for a model that can only be sampled.
+    """
+
+    latents: Callable[[Array, int, Array, float], Array]
+    unfold: Callable[[Array], Array]
+    argmax_tokens: Callable[[Array], Array]
+    # Any: the memory that comes back is of the kind that was given, which a Callable cannot say.
+    advance: Callable[[Array, Memory | None], tuple[Array, Any]]
+    empty_cache: Callable[[int, int, int | Array], KVCache]
+    fork: Callable[[KVCache, Array, int], Memory]
+    log_probs: Callable[[Array], Array] | None
+
+    def decode(self, latent_PNZ: Array) -> Array:
+        """The most likely token at each of the K positions of each latent, int32 [P, N, K]."""
+        positions, num_draws, _ = latent_PNZ.shape
+        x_RKD = self.unfold(latent_PNZ.reshape(positions * num_draws, -1))
+        token_R = self.argmax_tokens(x_RKD.reshape(-1, x_RKD.shape[-1]))
+        return token_R.reshape(positions, num_draws, -1)
+
+    def draw(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
+        """Independent draws of the next chunk, int32 [P, N, K]; each position's draws come from its own key."""
+        chex.assert_equal_shape_prefix([h_PD, key_P], 1)
+        return self.decode(self.latents(h_PD, num_draws, key_P, 1))
+
+
+def at_once(size: int) -> int:
+    """How many items of `size` logits (array elements) each may be computed together; at least 1."""
+    return max(1, _MAX_LOGITS // size)

@@ -1,0 +1,111 @@
+"""The options of sampling and generation: `SamplerConfig` for one chunk, `SampleConfig` for whole texts."""
+
+import dataclasses
+import math
+
+from calm_jax.errors import UserError
+from calm_jax.sampling import temperature as law
+
+# The most draws for one chunk, and the most that are compared in pairs (16 MiB of comparisons for 4096 draws).
+_MOST_DRAWS, MOST_COMPARED = 2**24, 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerConfig:
+    """The part of `config.sample` that decides how one chunk is drawn; every key is described in `configs/common.py`.
+
+    It is a static argument of jitted functions: each different config compiles anew.
+    """
+
+    temperature: float
+    sampler: str
+    num_candidates: int
+    max_draws: int
+    draws_at_once: int
+    top_p: float
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature={self.temperature:g} must be at least 0 and finite")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p:g} must be in (0, 1]")
+        for name in ("num_candidates", "max_draws", "draws_at_once"):
+            if not 1 <= getattr(self, name) <= _MOST_DRAWS:
+                raise UserError(
+                    f"{name}={getattr(self, name)} must be at least 1 and at most {_MOST_DRAWS}"
+                )
+        # The draws of one pool are compared in pairs.
+        pools = {"batch": "num_candidates", "published": "num_candidates", "growing": "max_draws"}
+        name = pools.get(self.sampler)
+        if name and getattr(self, name) > MOST_COMPARED:
+            raise UserError(
+                f"{name}={getattr(self, name)} must be at most {MOST_COMPARED} with sampler={self.sampler!r}, which compares "
+                "all draws in pairs"
+            )
+
+    def check_latent_head(self) -> None:
+        """Raises `UserError` if these options cannot be computed with a head that can only be sampled."""
+        n, a = law.split_exponent(self.temperature)
+        if self.top_p != 1:
+            raise UserError(
+                f"top_p={self.top_p:g} needs the probabilities of tokens, which only lm.head.name='softmax' knows; a "
+                "temperature below 1 sharpens the draws of the others"
+            )
+        if self.sampler == "published" and a:
+            raise UserError(
+                f"temperature={self.temperature:g}: sampler='published' takes only 1, 1/2, 1/3, ...; sampler='batch' "
+                "and 'pooled' take any temperature in (0, 1]"
+            )
+        least = n + (a > 0)
+        if self.sampler in ("pooled", "rejection", "growing") and self.max_draws < least:
+            raise UserError(
+                f"max_draws={self.max_draws} must be at least {least} at temperature={self.temperature:g}, which compares "
+                f"{least} draws"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig(SamplerConfig):
+    """`config.sample`; every key is described in `configs/common.py`."""
+
+    max_tokens: int
+    stop: tuple[str, ...]
+    prompt_alignment: str
+    long_context: str
+    batch_size: int
+    prompts: tuple[str, ...]
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("max_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        if isinstance(self.stop, str):
+            raise UserError(f"stop={self.stop!r} must be a tuple of strings")
+        if "" in self.stop:
+            raise UserError(
+                "stop='' would end every text before it begins: leave the empty string out"
+            )
+        if self.prompt_alignment not in ("left", "pad", "match"):
+            raise UserError(
+                f"prompt_alignment={self.prompt_alignment!r} must be 'left' (pads before the text, as "
+                "lm.data.front_fill='random' trains it), 'match' (draws the chunk that the prompt ends in until one "
+                "begins with the prompt's last tokens) or 'pad' (pads after the prompt, as the published code does)"
+            )
+        if self.prompt_alignment == "match" and self.max_draws > MOST_COMPARED:
+            raise UserError(
+                f"max_draws={self.max_draws} must be at most {MOST_COMPARED} with prompt_alignment='match', which compares "
+                "all draws in pairs"
+            )
+        if self.long_context not in ("refuse", "slide"):
+            raise UserError(
+                f"long_context={self.long_context!r} must be 'refuse' or 'slide' (attend to the last chunks only)"
+            )
+        if not self.prompts:
+            raise UserError("sample.prompts=() must hold at least one prompt; '' starts a document")
+
+    @property
+    def sampler_config(self) -> SamplerConfig:
+        """The options of one chunk alone, which compiled programs depend on."""
+        names = [field.name for field in dataclasses.fields(SamplerConfig)]
+        return SamplerConfig(*(getattr(self, name) for name in names))

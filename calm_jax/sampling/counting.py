@@ -1,0 +1,91 @@
+"""Counting equal draws in a pool without decoding all of their tokens.
+
+B rows, N draws of each (a pool), K tokens per chunk, R any flattened axes.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from calm_jax.sampling.chunk_model import ChunkModel
+
+# Tokens at one position are decoded in blocks of 1/_PARTS of all draws, at least _LEAST_TOGETHER: smaller blocks waste
+# less of the last block, larger ones keep the device busy.
+_LEAST_TOGETHER, _PARTS = 32, 8
+
+
+class Counted(NamedTuple):
+    """Counts of equal draws, and their cost.
+
+    Attributes:
+        count: int32 [B, N], the count of each draw's chunk in its pool.
+        decoded: int32 [B], how many tokens of the row's draws were decoded.
+    """
+
+    count: Array  # type: ignore[assignment]  # hides `tuple.count`, which nothing here calls
+    decoded: Array
+
+
+def count_draws(model: ChunkModel, latent_BNZ: Array, company: int) -> Counted:
+    """Counts equal chunks among each row's draws without decoding all of their tokens (ours).
+
+    The last position of a chunk is decoded for all draws. Each position before it, from the last but one to the first,
+    is then decoded only for the draws whose tokens so far are shared by at least `company` draws (themselves included):
+    the others cannot reach that count.
+
+    Args:
+        model: as samplers see it.
+        latent_BNZ: the draws.
+        company: the smallest count that must be exact.
+
+    Returns:
+        Counts, exact where at least `company`; a smaller one may be any number from 1 to company - 1. So company = 2
+        makes all counts exact.
+    """
+    batch, num_draws, _ = latent_BNZ.shape
+    with jax.named_scope("count"):
+        x_RKD = model.unfold(latent_BNZ.reshape(batch * num_draws, -1))
+        last = x_RKD.shape[1] - 1
+        # Draws that are no longer decoded get token ids that are negative and all different, so that none are equal.
+        nobody_BN = -1 - jnp.arange(num_draws) + jnp.zeros((batch, 1), jnp.int32)
+
+        def narrow(state: tuple[Array, Array, Array], token_R: Array):
+            kept_BN, equal_BNN, decoded_B = state
+            token_BN = jnp.where(kept_BN, token_R.reshape(batch, num_draws), nobody_BN)
+            equal_BNN &= token_BN[:, :, None] == token_BN[:, None]
+            decoded_B += kept_BN.sum(-1)
+            return kept_BN & (equal_BNN.sum(-1) >= company), equal_BNN, decoded_B
+
+        def next_position(index: Array, state: tuple[Array, Array, Array]):
+            x_RD = jax.lax.dynamic_index_in_dim(x_RKD, last - index, axis=1, keepdims=False)
+            return narrow(state, _argmax_of_kept(model, x_RD, state[0].reshape(-1)))
+
+        state = (
+            jnp.ones((batch, num_draws), bool),
+            jnp.ones((batch, num_draws, num_draws), bool),
+            jnp.zeros(batch, jnp.int32),
+        )
+        # The last position first: its token separates draws at least as well as any other's (measured).
+        state = narrow(state, model.argmax_tokens(x_RKD[:, last]))
+        _, equal_BNN, decoded_B = jax.lax.fori_loop(1, last + 1, next_position, state)
+    return Counted(equal_BNN.sum(-1, dtype=jnp.int32), decoded_B)
+
+
+def _argmax_of_kept(model: ChunkModel, x_RD: Array, kept_R: Array) -> Array:
+    """The most likely tokens where `kept` is true, int32 [R]; computed in blocks of a fixed size, kept positions first."""
+    num_flat = len(x_RD)
+    block = max(_LEAST_TOGETHER, num_flat // _PARTS)
+    if num_flat <= block:
+        return model.argmax_tokens(x_RD)
+    order = jnp.argsort(~kept_R, stable=True)
+    order = jnp.pad(order, (0, -num_flat % block), constant_values=num_flat)
+
+    def decode(index: Array, token_R: Array) -> Array:
+        rows = jax.lax.dynamic_slice_in_dim(order, index * block, block)
+        token = model.argmax_tokens(x_RD[jnp.minimum(rows, num_flat - 1)])
+        return token_R.at[rows].set(token, mode="drop")
+
+    num_blocks = -(-kept_R.sum() // block)
+    return jax.lax.fori_loop(0, num_blocks, decode, jnp.zeros(num_flat, jnp.int32))

@@ -1,0 +1,105 @@
+"""`sample_chunk` draws the next chunk of each row at a temperature; `SAMPLERS` is the table of samplers (paper, section 5).
+
+p is the model's distribution of the next chunk, which can be drawn from but not evaluated; T is the temperature;
+`1/T = s = n + a` with n a whole number and 0 <= a < 1. B rows, N draws of each (a pool), K tokens per chunk. A row's
+draws come from its own key, so its chunk does not depend on the other rows.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from calm_jax.errors import UserError
+from calm_jax.sampling.chunk_model import ChunkModel
+from calm_jax.sampling.config import SamplerConfig
+from calm_jax.sampling.exact import pooled, rejection
+from calm_jax.sampling.pools import growing, one_pool
+from calm_jax.sampling.search import Sampled, finished, nothing
+
+
+def _at_noise(
+    model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array, config: SamplerConfig
+) -> Sampled:
+    """One draw with the head's noise multiplied by T, which the paper suggests; its law is not a power of p for T < 1."""
+    found = nothing(model, h_BD, key_B, active_B)
+    latent_B1Z = model.latents(h_BD, 1, key_B, config.temperature)
+    found = found._replace(
+        latent=latent_B1Z[:, 0],
+        draws=active_B.astype(jnp.int32),
+        exact=active_B & (config.temperature == 1),
+    )
+    return finished(model, found, active_B)
+
+
+_Sampler = Callable[[ChunkModel, Array, Array, Array, SamplerConfig], Sampled]
+SAMPLERS: dict[str, _Sampler] = {
+    "pooled": pooled,
+    "batch": one_pool(leave_out=True),
+    "published": one_pool(leave_out=False),
+    "rejection": rejection,
+    "growing": growing,
+    "noise": _at_noise,
+}
+
+
+def check_sampler(key: str, name: str) -> None:
+    """Raises `UserError`, with the name of the config key, unless there is a sampler `name`."""
+    if name not in SAMPLERS:
+        raise UserError(f"{key}={name!r} is none of {', '.join(SAMPLERS)}")
+
+
+def sample_token(log_probs_BV: Array, key_B: Array, temperature: float, top_p: float) -> Array:
+    """The next token of each row, from known probabilities (the autoregressive baseline).
+
+    Args:
+        log_probs_BV: log-probabilities of the next token.
+        key_B: one key per row.
+        temperature: any positive number; below 1e-6 the most likely token is taken.
+        top_p: draws only from the smallest set of most likely tokens whose probability, after the temperature, reaches
+            this; 1 for all tokens.
+
+    Returns:
+        Token ids, int32 [B].
+    """
+    if temperature < 1e-6:
+        return log_probs_BV.argmax(-1).astype(jnp.int32)
+    logits_BV = jax.nn.log_softmax(log_probs_BV / temperature)
+    if top_p < 1:
+        order_BV = jnp.argsort(-logits_BV, axis=-1)
+        sorted_BV = jnp.exp(jnp.take_along_axis(logits_BV, order_BV, axis=-1))
+        before_BV = jnp.cumsum(sorted_BV, axis=-1) - sorted_BV
+        rank_BV = jnp.argsort(order_BV, axis=-1)
+        kept_BV = jnp.take_along_axis(before_BV < top_p, rank_BV, axis=-1)
+        logits_BV = jnp.where(kept_BV, logits_BV, -jnp.inf)
+    return jax.vmap(jax.random.categorical)(key_B, logits_BV).astype(jnp.int32)
+
+
+def sample_chunk(
+    model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array, config: SamplerConfig
+) -> Sampled:
+    """The next chunk of each row, by the temperature and the sampler of a config.
+
+    A model that knows its probabilities (softmax head) draws from them, without a sampler. At T = 1 every sampler is
+    one draw of the model.
+
+    Args:
+        model: as samplers see it.
+        h_BD: hidden states.
+        key_B: one key per row.
+        active_B: bool; the other rows get an undefined chunk at no cost.
+        config: the temperature, the sampler and its budget.
+
+    Raises:
+        UserError: for an unknown sampler.
+    """
+    one_B = active_B.astype(jnp.int32)
+    if model.log_probs is not None:
+        token_B = sample_token(model.log_probs(h_BD), key_B, config.temperature, config.top_p)
+        return Sampled(token_B[:, None], one_B, one_B, active_B)
+    with jax.named_scope("temperature"):
+        if config.temperature == 1:
+            return _at_noise(model, h_BD, key_B, active_B, config)
+        check_sampler("sampler", config.sampler)
+        return SAMPLERS[config.sampler](model, h_BD, key_B, active_B, config)

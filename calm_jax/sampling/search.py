@@ -1,0 +1,166 @@
+"""Shared by the samplers: the state and the result of a search for the next chunk, and the choice by weight from one pool.
+
+p is the model's distribution of the next chunk, T the temperature; `1/T = s = n + a` with n a whole number and
+0 <= a < 1. B rows, G of them computed together, N draws of each (a pool), K tokens per chunk.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from calm_jax.sampling import temperature as law
+from calm_jax.sampling.chunk_model import ChunkModel
+from calm_jax.sampling.config import SamplerConfig
+from calm_jax.sampling.counting import count_draws
+
+# Draws of the first pool of a search.
+FIRST_POOL = 16
+
+
+class Sampled(NamedTuple):
+    """The next chunk of each row, and its cost.
+
+    Attributes:
+        tokens: int32 [B, K], the chunk.
+        draws: int32 [B], latents drawn for it.
+        decoded: int32 [B], tokens decoded for it.
+        exact: bool [B], whether an exact sampler finished within its budget. If 1/T is a whole number, such chunks
+            have the law `p^(1/T)`. Otherwise they favour frequent chunks: searches for rare ones take longer, and the
+            budget ends more of them.
+    """
+
+    tokens: Array
+    draws: Array
+    decoded: Array
+    exact: Array
+
+
+class Found(NamedTuple):
+    """The state of each row's search.
+
+    Attributes:
+        latent: [B, Z], of the chunk, or of the candidate so far.
+        draws: int32 [B], latents drawn so far.
+        decoded: int32 [B], tokens decoded so far.
+        exact: bool [B], whether the latent has exactly the wanted law.
+        done: bool [B], whether the search is over.
+        level: int32 [B], the index of the next pool's size.
+        rounds: int32 [B], the number of pools and blocks drawn so far; numbers the random keys.
+    """
+
+    latent: Array
+    draws: Array
+    decoded: Array
+    exact: Array
+    done: Array
+    level: Array
+    rounds: Array
+
+
+def keys(key_B: Array, rounds_B: Array, num: int) -> Array:
+    """Fresh keys for each row's next round, [num, B]."""
+    round_key_B = jax.vmap(jax.random.fold_in)(key_B, rounds_B)
+    return jax.vmap(lambda key: jax.random.split(key, num), out_axes=1)(round_key_B)
+
+
+def nothing(model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array) -> Found:
+    """The searches before their first draw; rows that are not active are done."""
+    latent = jax.eval_shape(lambda: model.latents(h_BD, 1, key_B, 1))
+    zero_B = jnp.zeros(len(h_BD), jnp.int32)
+    return Found(
+        jnp.zeros((len(h_BD), latent.shape[-1]), latent.dtype),
+        draws=zero_B,
+        decoded=zero_B,
+        exact=zero_B > 0,
+        done=~active_B,
+        level=zero_B,
+        rounds=zero_B,
+    )
+
+
+def finished(model: ChunkModel, found: Found, active_B: Array) -> Sampled:
+    """The result of the searches: decodes their latents."""
+    tokens_BK = model.decode(found.latent[:, None])[:, 0]
+    decoded_B = found.decoded + tokens_BK.shape[1] * active_B
+    return Sampled(tokens_BK, found.draws, decoded_B, found.exact & active_B)
+
+
+def take(latent_GNZ: Array, index_G: Array) -> Array:
+    """The draw of each row at an index, [G, Z]."""
+    return jnp.take_along_axis(latent_GNZ, index_G[:, None, None], axis=1)[:, 0]
+
+
+def from_pool(
+    model: ChunkModel,
+    h_BD: Array,
+    key_B: Array,
+    found: Found,
+    size: int,
+    config: SamplerConfig,
+    leave_out: bool,
+) -> Found:
+    """Draws one pool of `size` and chooses from it by `temperature.log_weights`, for the rows that are not done."""
+
+    def step(given: tuple[Array, Array], found: Found) -> Found:
+        h_GD, key_G = given
+        draw_key_G, pick_key_G = keys(key_G, found.rounds, 2)
+        latent_GNZ = model.latents(h_GD, size, draw_key_G, 1)
+        counted = count_draws(model, latent_GNZ, company=2)
+        weight_GN, _ = law.log_weights(counted.count, config.temperature, leave_out)
+        return found._replace(
+            latent=take(latent_GNZ, law.pick(weight_GN, pick_key_G)),
+            draws=found.draws + size,
+            decoded=found.decoded + counted.decoded,
+            done=jnp.ones_like(found.done),
+        )
+
+    group = max(1, config.draws_at_once // size)
+    return for_active(step, ~found.done, group, (h_BD, key_B), found)
+
+
+def kept_back(config: SamplerConfig, least: int) -> int:
+    """How many draws to reserve for a choice by weight, where an exact search may end without a pool to choose from.
+
+    least: the fewest draws that the search itself needs.
+    """
+    return max(0, min(config.num_candidates, config.max_draws // 2, config.max_draws - least))
+
+
+def for_active(
+    step: Callable[[Any, Any], Any], active_B: Array, group: int, fixed: Any, state: Any
+) -> Any:
+    """Applies `step` to the active rows only, `group` of them at a time.
+
+    Active rows are gathered into groups, so that rows that are done cost nothing.
+
+    Args:
+        step: `(fixed, state) -> state` over trees of [group, ...].
+        active_B: bool, the rows to update.
+        group: how many rows are computed together; bounds memory.
+        fixed: a tree of [B, ...] that `step` reads.
+        state: a tree of [B, ...] that `step` replaces.
+
+    Returns:
+        The state, with the active rows updated.
+    """
+    batch = len(active_B)
+    group = min(group, batch)
+    order = jnp.argsort(~active_B, stable=True)
+    order = jnp.pad(order, (0, -batch % group), constant_values=batch)
+    num_active = active_B.sum()
+
+    def apply(index: Array, state: Any) -> Any:
+        rows = jax.lax.dynamic_slice_in_dim(order, index * group, group)
+        is_active = index * group + jnp.arange(group) < num_active
+        own_fixed, own_state = jax.tree.map(
+            lambda x: x[jnp.minimum(rows, batch - 1)], (fixed, state)
+        )
+        target = jnp.where(is_active, rows, batch)
+        return jax.tree.map(
+            lambda x, new: x.at[target].set(new, mode="drop"), state, step(own_fixed, own_state)
+        )
+
+    return jax.lax.fori_loop(0, -(-num_active // group), apply, state)

@@ -1,0 +1,89 @@
+"""Stage 1: the autoencoder's training loss and its reconstruction accuracy (paper, section 2)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from calm_jax.data.packing import MASKED
+from calm_jax.losses import cross_entropy
+from calm_jax.models.autoencoder import Autoencoder
+from calm_jax.sampling.chunk_model import at_once
+from calm_jax.tasks.base import Batch, Metrics, Params, chunks, flatten, ratio, split_keys, total
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoencoderTask:
+    """Stage 1: the autoencoder. Every chunk is a sample of its own; a row of a batch only groups them."""
+
+    model: Autoencoder
+    pad_id: int
+
+    def init(self, key: Array) -> Params:
+        """See `Task.init`."""
+        tokens_PK = jnp.zeros((1, self.model.chunk_size), jnp.int32)
+        return self.model.init(key, tokens_PK)["params"]
+
+    def loss(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
+        """Metrics per chunk, of chunks without a masked token: `loss`, `cross_entropy` (nats per token), `kl` (nats)."""
+        tokens_BLK, targets_BLK = chunks(batch, self.model.chunk_size)
+        key_BL = split_keys(key_B, tokens_BLK.shape[1])
+        noise = self.model.draw_noise(flatten(key_BL))
+        ce_PK: Any
+        kl_P: Any
+        ce_PK, kl_P = self.model.apply(
+            {"params": params}, flatten(tokens_BLK), noise, method="loss"
+        )
+        counted_P = flatten((targets_BLK != MASKED).all(-1))
+        loss_P = ce_PK.sum(-1) + self.model.config.kl_weight * kl_P
+        return {
+            "loss": total(loss_P, counted_P),
+            "cross_entropy": total(ce_PK.mean(-1), counted_P),
+            "kl": total(kl_P, counted_P),
+        }
+
+    def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
+        """Sums of the metrics without dropout: cross-entropy, and accuracies of the argmax tokens.
+
+        Latents come from a sample of the posterior and from its mean. Accuracies leave out pads; the loss counts them.
+        """
+        tokens_BLK, targets_BLK = chunks(batch, self.model.chunk_size)
+        num_chunks = tokens_BLK.shape[1]
+
+        def of_position(tokens_BK: Array, targets_BK: Array, eps_BZ: Array) -> Metrics:
+            posterior: Any = self.model.apply({"params": params}, tokens_BK, method="encode")
+            is_target_BK = targets_BK != MASKED
+            is_text_BK = is_target_BK & (targets_BK != self.pad_id)
+            counted_B = is_text_BK.any(-1)
+            metrics = {"posterior_std": (posterior.std.mean(-1) @ counted_B, counted_B.sum())}
+            for source, latent_BZ in (
+                ("from_sample", posterior.mean + posterior.std * eps_BZ),
+                ("from_mean", posterior.mean),
+            ):
+                logits_BKV: Any = self.model.apply({"params": params}, latent_BZ, method="decode")
+                right_BK = logits_BKV.argmax(-1) == targets_BK
+                metrics |= {
+                    f"token_accuracy_{source}": ((right_BK & is_text_BK).sum(), is_text_BK.sum()),
+                    f"chunk_accuracy_{source}": (
+                        ((right_BK | ~is_text_BK).all(-1) & counted_B).sum(),
+                        counted_B.sum(),
+                    ),
+                }
+                if source == "from_sample":
+                    ce_BK = cross_entropy(logits_BKV, targets_BK)
+                    metrics["loss"] = (ce_BK.sum(), is_target_BK.sum())
+            return metrics
+
+        shape = (num_chunks, self.model.config.latent_size)
+        eps_BLZ = jax.vmap(lambda key: jax.random.normal(key, shape))(key_B)
+        over_L = [x.swapaxes(0, 1) for x in (tokens_BLK, targets_BLK, eps_BLZ)]
+        # A few chunks of every row at a time, so that the logits of a whole block are never stored.
+        size = len(tokens_BLK) * self.model.chunk_size * self.model.vocab_size
+        sums = jax.lax.map(lambda xs: of_position(*xs), tuple(over_L), batch_size=at_once(size))
+        return jax.tree.map(lambda x_L: x_L.sum(0, dtype=jnp.float32), sums)
+
+    def report(self, sums: Metrics) -> dict[str, float]:
+        """See `Task.report`."""
+        return {name: ratio(pair) for name, pair in sums.items()}

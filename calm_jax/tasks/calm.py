@@ -1,0 +1,131 @@
+"""Stage 2: the language model, which predicts the latents of a frozen autoencoder (paper, section 3)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from calm_jax import brier
+from calm_jax.losses import Posterior
+from calm_jax.models.autoencoder import Autoencoder
+from calm_jax.models.calm import CALM
+from calm_jax.models.kv_cache import SegmentIds
+from calm_jax.sampling.chunk_model import ChunkModel, at_once
+from calm_jax.tasks.base import Batch, Metrics, Params, chunks, flatten, split_keys, total
+from calm_jax.tasks.language_model import (
+    chunk_model,
+    counted_chunks,
+    documents_of,
+    predicted_keys,
+    report,
+    score,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class CalmTask:
+    """Stage 2: the language model, which predicts the latents of a frozen autoencoder.
+
+    Its `frozen` parameters are the autoencoder's, as `{"params": ...}`.
+
+    Attributes:
+        model: the language model.
+        autoencoder: encodes the target chunks, and decodes the draws.
+        protocol: of BrierLM.
+    """
+
+    model: CALM
+    autoencoder: Autoencoder
+    protocol: brier.Protocol
+
+    @property
+    def chunk_size(self) -> int:
+        """K, tokens per chunk."""
+        return self.autoencoder.chunk_size
+
+    def init(self, key: Array) -> Params:
+        """See `Task.init`."""
+        tokens_BLK = jnp.zeros((1, 1, self.chunk_size), jnp.int32)
+        return self.model.init(key, tokens_BLK, jax.random.split(key, 1))["params"]
+
+    def bind(self, params: Params, frozen: Params) -> ChunkModel:
+        """The model as samplers see it."""
+
+        def latents(h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
+            return self.model.apply(  # type: ignore[return-value]
+                {"params": params}, h_PD, num_draws, key_P, noise_scale, method="sample"
+            )
+
+        def unfold(latent_RZ: Array) -> Array:
+            return self.autoencoder.apply(frozen, latent_RZ, method="unfold")  # type: ignore[return-value]
+
+        def argmax_tokens(x_RD: Array) -> Array:
+            block = at_once(len(x_RD))
+            return self.autoencoder.apply(frozen, x_RD, block, method="argmax_tokens")  # type: ignore[return-value]
+
+        return chunk_model(self.model, params, latents, unfold, argmax_tokens, log_probs=None)
+
+    def posterior(self, frozen: Params, tokens_PK: Array) -> Posterior:
+        """The frozen autoencoder's posterior of chunks of true tokens [P, K], without dropout."""
+        return jax.lax.stop_gradient(self.autoencoder.apply(frozen, tokens_PK, method="encode"))  # type: ignore[return-value]
+
+    def hidden(
+        self, params: Params, tokens_BLK: Array, documents: SegmentIds | None = None
+    ) -> Array:
+        """The hidden states that predict each chunk but the first, [B, L-1, D]."""
+        h_BLD: Any
+        h_BLD, _ = self.model.apply(
+            {"params": params}, tokens_BLK[:, :-1], documents, method="hidden"
+        )
+        return h_BLD
+
+    def loss(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
+        """The head's loss per chunk, over chunks without a masked token; the first chunk is not predicted."""
+        tokens_BLK, targets_BLK = chunks(batch, self.chunk_size)
+        h_PD = flatten(self.hidden(params, tokens_BLK, documents_of(batch, self.chunk_size)))
+        posterior = self.posterior(frozen, flatten(tokens_BLK[:, 1:]))
+        key_P = flatten(split_keys(key_B, tokens_BLK.shape[1] - 1))
+        loss_P: Any = self.model.apply({"params": params}, h_PD, posterior, key_P, method="loss")
+        return {"loss": total(loss_P, flatten(counted_chunks(0, targets_BLK)))}
+
+    def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Any:
+        """Sums of the loss and of BrierLM."""
+        tokens_BLK, targets_BLK = chunks(batch, self.chunk_size)
+        rows, num_chunks, _ = tokens_BLK.shape
+        num_draws = brier.chunks_of(self.chunk_size)
+        key_BLJ = predicted_keys(key_B, num_chunks, 1 + num_draws)
+
+        def loss_of(xs: tuple[Array, Array, Array]) -> Array:
+            h_BD, tokens_BK, key_B = xs
+            posterior = self.posterior(frozen, tokens_BK)
+            return self.model.apply({"params": params}, h_BD, posterior, key_B, method="loss")  # type: ignore[return-value]
+
+        documents = documents_of(batch, self.chunk_size)
+        h_BLD = self.hidden(params, tokens_BLK, documents)
+        over_L = (h_BLD, tokens_BLK[:, 1:], key_BLJ[..., num_draws])
+        width = self.model.config.hidden_size
+        loss_LB = jax.lax.map(
+            loss_of,
+            jax.tree.map(lambda x: x.swapaxes(0, 1), over_L),
+            batch_size=at_once(rows * width * self.model.head.config.num_samples),
+        )
+        return {
+            "loss": total(loss_LB.T, counted_chunks(self.protocol.first_token, targets_BLK)),
+            "brier": score(
+                self.bind(params, frozen),
+                self.model.config,
+                self.protocol,
+                self.autoencoder.vocab_size,
+                self.model.pad_id,
+                tokens_BLK,
+                targets_BLK,
+                key_BLJ[..., :num_draws],
+                documents,
+            ),
+        }
+
+    def report(self, sums: Any) -> dict[str, float]:
+        """See `Task.report`."""
+        return report(sums)

@@ -1,0 +1,110 @@
+"""Shared by the tasks of both language models: the interface to samplers, and the score by BrierLM."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from calm_jax import brier
+from calm_jax.data.packing import MASKED
+from calm_jax.models.autoregressive import AutoregressiveLM
+from calm_jax.models.calm import CALM
+from calm_jax.models.kv_cache import Fork, KVCache, Memory, SegmentIds
+from calm_jax.models.transformer import TransformerConfig
+from calm_jax.parallel.constraints import rows_per_device
+from calm_jax.sampling.chunk_model import ChunkModel, at_once
+from calm_jax.tasks.base import Params, ratio, split_keys
+
+
+def documents_of(batch: Mapping[str, Any], chunk_size: int) -> SegmentIds | None:
+    """The documents of all chunks but the last of each block, to isolate them; None if they are not isolated."""
+    if "segments" not in batch:
+        return None
+    # Isolated documents consist of whole chunks, so that a chunk's first token tells its document.
+    return SegmentIds(batch["segments"][:, ::chunk_size][:, :-1])
+
+
+def chunk_model(
+    model: CALM | AutoregressiveLM,
+    params: Params,
+    latents: Callable[[Array, int, Array, float], Array],
+    unfold: Callable[[Array], Array],
+    argmax_tokens: Callable[[Array], Array],
+    log_probs: Callable[[Array], Array] | None,
+) -> ChunkModel:
+    """A language model as samplers see it; `advance`, `empty_cache` and `fork` are the same for all of them."""
+
+    def advance(tokens_BLK: Array, memory: Memory | None) -> tuple[Array, Memory | None]:
+        return model.apply({"params": params}, tokens_BLK, memory, method="hidden")  # type: ignore[return-value]
+
+    def empty_cache(batch: int, size: int, window: int | Array) -> KVCache:
+        body = model.config
+        return KVCache.empty(
+            body.num_layers, batch, size, body.num_kv_heads, body.head_size, window, model.dtype
+        )
+
+    return ChunkModel(latents, unfold, argmax_tokens, advance, empty_cache, Fork.at, log_probs)
+
+
+def score(
+    model: ChunkModel,
+    config: TransformerConfig,
+    protocol: brier.Protocol,
+    vocab_size: int,
+    pad_id: int,
+    tokens_BLK: Array,
+    targets_BLK: Array,
+    key_BLJ: Array,
+    documents: SegmentIds | None,
+) -> brier.BlockSums:
+    """BrierLM's sums over a batch of blocks; n-grams with a pad are not scored.
+
+    Args:
+        model: as samplers see it.
+        config: of its backbone, whose sizes bound how much is computed at once.
+        protocol: which n-grams are scored, from how many samples.
+        vocab_size: V.
+        pad_id: the pad token.
+        tokens_BLK: whole blocks.
+        targets_BLK: the tokens, or MASKED.
+        key_BLJ: keys of each chunk but a block's first (see `brier.brier_terms`).
+        documents: see `documents_of`.
+    """
+    batch, num_chunks, chunk_size = tokens_BLK.shape
+    rows = rows_per_device(batch)
+    logits = rows * protocol.num_samples * chunk_size * vocab_size
+    # Elements per start: of the attention weights, and of the keys and values of its own chunks.
+    attention = rows * config.num_heads * num_chunks
+    own = 2 * rows * config.num_layers * brier.ORDERS * config.num_kv_heads * config.head_size
+    terms_BP4 = brier.brier_terms(
+        model,
+        tokens_BLK,
+        key_BLJ,
+        protocol,
+        chunks_at_once=at_once(logits),
+        paths_at_once=at_once(max(logits, attention, own)),
+        documents=documents,
+    )
+    starts_P = protocol.starts(num_chunks * chunk_size, chunk_size)
+    counted_BP4 = brier.counted(targets_BLK.reshape(batch, -1), starts_P, pad_id)
+    return brier.block_sums(terms_BP4, counted_BP4)
+
+
+def predicted_keys(key_B: Array, num_chunks: int, num_keys: int) -> Array:
+    """Random keys for each predicted chunk (all but the first of a block), [B, L-1, num_keys]."""
+    return jax.vmap(lambda key: split_keys(key, num_keys))(split_keys(key_B, num_chunks - 1))
+
+
+def report(sums: Any) -> dict[str, float]:
+    """The loss and the values of BrierLM (see `brier.as_values`)."""
+    score = brier.score(brier.BlockSums(*sums["brier"]))
+    return {"loss": ratio(sums["loss"])} | brier.as_values(score)
+
+
+def counted_chunks(first_token: int, targets_BLK: Array) -> Array:
+    """Which predicted chunks count in the loss, bool [B, L-1]: those without a masked token, from `first_token` on."""
+    num_chunks, chunk_size = targets_BLK.shape[1:]
+    late_L = np.arange(1, num_chunks) * chunk_size >= first_token
+    return (targets_BLK[:, 1:] != MASKED).all(-1) & late_L

@@ -1,0 +1,215 @@
+"""Checkpoints: asynchronous Orbax saves, exact resume, and loading of the parameters without the optimizer."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from calm_jax.errors import UserError
+from calm_jax.parallel.mesh import shardings
+
+# The items of a checkpoint. Parameters are an item of their own, so that they load without the optimizer.
+_PARAMS, _TRAINING, _ABOUT = "params", "training", "about"
+# Sizes of `save_params`, which bound its memory.
+_CHUNK_BYTES, _FILE_BYTES = 2**25, 2**27
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """`config.checkpoint`; every key is described in `configs/common.py`."""
+
+    keep: int
+
+    def __post_init__(self):
+        if self.keep < 1:
+            raise UserError(f"checkpoint.keep={self.keep} must be at least 1")
+
+
+def _abstract(tree: Any, mesh: Mesh) -> Any:
+    """Shapes, dtypes and shardings of a tree, for Orbax to restore."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings(tree, mesh),
+    )
+
+
+class _Manager(ocp.CheckpointManager):
+    """A manager that does not poll the distributed runtime for signals.
+
+    Orbax would poll it with its own step numbers; the runtime answers all polls by one count, which is the training loop's
+    (`calm_jax.parallel.signals`).
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
+class Checkpointer:
+    """The checkpoints of one stage, each a folder named by its step.
+
+    `save` returns once the arrays are copied off the devices. A checkpoint's folder gets its name when it is complete, so
+    that a killed run leaves no partial checkpoint.
+
+    Attributes:
+      folder: the folder of the checkpoints.
+      latest_step: the step of the latest checkpoint, None if there is none.
+    """
+
+    def __init__(self, folder: pathlib.Path, keep: int):
+        self.folder = folder
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, create=True, cleanup_tmp_directories=True
+        )
+        self._manager = _Manager(folder.resolve(), options=options)
+
+    @property
+    def latest_step(self) -> int | None:
+        return self._manager.latest_step()
+
+    def save(self, step: int, params: Any, training: Any, about: dict) -> None:
+        """Starts saving the state after `step` updates.
+
+        Args:
+          step: names the checkpoint.
+          params: the parameters.
+          training: the rest of the training state.
+          about: JSON-like facts about the checkpoint, which `about()` returns.
+
+        Raises:
+          UserError: if this checkpoint, or the one before, cannot be written.
+        """
+        items = {
+            _PARAMS: ocp.args.StandardSave(params),
+            _TRAINING: ocp.args.StandardSave(training),
+            _ABOUT: ocp.args.JsonSave(about),
+        }
+        try:
+            self._manager.save(step, args=ocp.args.Composite(**items))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise _cannot_write(self.folder, error) from error
+
+    def wait(self) -> None:
+        """Returns when every started save is complete on disk; raises `UserError` if one failed."""
+        try:
+            self._manager.wait_until_finished()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise _cannot_write(self.folder, error) from error
+
+    def restore(self, params: Any, training: Any, mesh: Mesh) -> tuple[Any, Any]:
+        """Restores the latest checkpoint.
+
+        Args:
+          params: parameters, or their shapes, as they were saved.
+          training: the rest of the training state, likewise.
+          mesh: the mesh to shard the arrays over, by the table of `calm_jax.parallel.mesh`.
+
+        Returns:
+          `params` and `training` of the checkpoint.
+
+        Raises:
+          UserError: if the checkpoint cannot be read.
+        """
+        items = {
+            _PARAMS: ocp.args.StandardRestore(_abstract(params, mesh)),
+            _TRAINING: ocp.args.StandardRestore(_abstract(training, mesh)),
+        }
+        try:
+            restored = self._manager.restore(self.latest_step, args=ocp.args.Composite(**items))
+        except (OSError, ValueError, KeyError) as error:
+            raise _damaged(self.folder / str(self.latest_step), error) from error
+        return restored[_PARAMS], restored[_TRAINING]
+
+    def about(self) -> dict:
+        """The `about` that the latest checkpoint was saved with. Raises `UserError` if it cannot be read."""
+        items = ocp.args.Composite(**{_ABOUT: ocp.args.JsonRestore()})
+        try:
+            return self._manager.restore(self.latest_step, args=items)[_ABOUT]
+        except (OSError, ValueError, KeyError) as error:
+            raise _damaged(self.folder / str(self.latest_step), error) from error
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def _cannot_write(folder: pathlib.Path, error: Exception) -> UserError:
+    complete = latest_step(folder)
+    kept = "there is none yet" if complete is None else f"the last good one is of step {complete}"
+    return UserError(f"{folder}: a checkpoint could not be written ({_first_line(error)}); {kept}")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def _damaged(path: pathlib.Path, error: Exception) -> UserError:
+    return UserError(
+        f"the checkpoint {path} cannot be read ({_first_line(error)}); move it away to resume from the one before"
+    )
+
+
+def latest_step(folder: pathlib.Path) -> int | None:
+    """The step of the latest complete checkpoint in `folder`; None if there is none."""
+    steps = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
+    return max(steps, default=None)
+
+
+def save_params(folder: pathlib.Path, params: Any, about: dict) -> None:
+    """Saves parameters that were not trained here, such as converted ones, as a checkpoint of step 0.
+
+    Needs much less memory than the parameters take: arrays are written one at a time, in chunks, to files of 128 MiB,
+    because Orbax collects a file's chunks in memory.
+
+    Args:
+      folder: the folder of the checkpoints.
+      params: the parameters.
+      about: JSON-like facts about the checkpoint.
+
+    Raises:
+      UserError: if they cannot be written.
+    """
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    handlers = {
+        # Orbax's limit of bytes in flight has to be above the largest array.
+        _PARAMS: ocp.PyTreeCheckpointHandler(save_concurrent_gb=(largest + 2**20) / 1e9),
+        _ABOUT: ocp.JsonCheckpointHandler(),
+    }
+    in_chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), params)
+    items = {
+        _PARAMS: ocp.args.PyTreeSave(
+            params, save_args=in_chunks, ocdbt_target_data_file_size=_FILE_BYTES
+        ),
+        _ABOUT: ocp.args.JsonSave(about),
+    }
+    try:
+        with ocp.CheckpointManager(folder.resolve(), item_handlers=handlers) as manager:
+            manager.save(0, args=ocp.args.Composite(**items))
+            manager.wait_until_finished()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _cannot_write(folder, error) from error
+
+
+def load_params(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:
+    """Loads the parameters of the latest checkpoint in `folder`, without the optimizer.
+
+    Args:
+      folder: the folder of the checkpoints.
+      like: the shapes of the parameters.
+      mesh: the mesh to shard them over.
+
+    Raises:
+      UserError: if there is no checkpoint, or it cannot be read.
+    """
+    step = latest_step(folder)
+    if step is None:
+        raise UserError(f"{folder} holds no checkpoint: train first")
+    with ocp.StandardCheckpointer() as checkpointer:
+        path = folder.resolve() / str(step) / _PARAMS
+        try:
+            return checkpointer.restore(path, _abstract(like, mesh))
+        except (OSError, ValueError, KeyError) as error:
+            raise _damaged(folder / str(step), error) from error

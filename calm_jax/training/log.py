@@ -1,0 +1,98 @@
+"""The metrics of a run, in metrics.jsonl and as TensorBoard events."""
+
+import json
+import pathlib
+from collections.abc import Mapping
+
+import tensorboardX
+
+from calm_jax.cli.files import finite, write_atomically
+from calm_jax.errors import UserError
+from calm_jax.parallel import multihost
+
+
+class MetricsLog:
+    """`metrics.jsonl`, one record a line, and the same values as TensorBoard events.
+
+    Every process keeps the same records in memory; process 0 writes them. Of two runs of one config, only `seconds`,
+    `tokens_per_second` and `mfu` differ.
+
+    Attributes:
+      records: objects {"stage", "split", "step", and named values}; a value that is not finite is None.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self._path = folder / "metrics.jsonl"
+        self._events_folder = folder / "tensorboard"
+        self._events: dict[str, tensorboardX.SummaryWriter] = {}
+        self.records: list[dict] = multihost.broadcast(self._read())
+
+    def _read(self) -> list[dict]:
+        if not self._path.exists():
+            return []
+        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [record for line in lines if (record := _parse(line)) is not None]
+
+    def cut_back(self, stage: str, step: int) -> None:
+        """Removes a stage's records after `step`, so that a resumed run writes no step twice."""
+        self.records = [
+            record for record in self.records if record["stage"] != stage or record["step"] <= step
+        ]
+        if not multihost.is_primary():
+            return
+        lines = "".join(json.dumps(record) + "\n" for record in self.records)
+        write_atomically(self._path, lines)
+        self._open_events(stage, purge_step=step + 1)
+
+    def find(self, stage: str, split: str, step: int) -> dict | None:
+        """The record of a stage's step in a split; None if there is none."""
+        for record in reversed(self.records):
+            if (record["stage"], record["split"], record["step"]) == (stage, split, step):
+                return record
+        return None
+
+    def seconds(self, stage: str) -> float:
+        """Seconds that a stage has trained up to its last record, summed over its interrupted runs."""
+        times = [record["seconds"] for record in self._of(stage) if record["split"] == "train"]
+        return times[-1] if times else 0.0
+
+    def _of(self, stage: str) -> list[dict]:
+        return [record for record in self.records if record["stage"] == stage]
+
+    def write(self, stage: str, split: str, step: int, values: Mapping[str, float]) -> None:
+        """Appends a record. Raises `UserError` if it cannot be written."""
+        numbers = finite({name: float(value) for name, value in values.items()})
+        record = {"stage": stage, "split": split, "step": step} | numbers
+        self.records.append(record)
+        if not multihost.is_primary():
+            return
+        try:
+            with open(self._path, "a", encoding="utf-8") as lines:
+                lines.write(json.dumps(record) + "\n")
+            events = self._open_events(stage)
+            for name, value in numbers.items():
+                if value is not None:
+                    events.add_scalar(f"{split}/{name}", value, step)
+            events.flush()
+        except OSError as error:
+            raise UserError(f"{self._path} cannot be written: {error.strerror}") from error
+
+    def _open_events(self, stage: str, purge_step: int | None = None) -> tensorboardX.SummaryWriter:
+        if stage not in self._events:
+            folder = str(self._events_folder / stage)
+            self._events[stage] = tensorboardX.SummaryWriter(folder, purge_step=purge_step)
+        return self._events[stage]
+
+    def close(self) -> None:
+        for events in self._events.values():
+            events.close()
+
+
+def _parse(line: str) -> dict | None:
+    """The record of a line; None for another line, such as the unfinished last one of a killed run."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    is_record = isinstance(record, dict) and {"stage", "split", "step"} <= record.keys()
+    return record if is_record else None

@@ -1,0 +1,222 @@
+"""One update of the parameters: the training state, and the function that is compiled."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import Mesh
+
+from calm_jax.data.packing import MASKED
+from calm_jax.errors import UserError
+from calm_jax.parallel.constraints import laid_out
+from calm_jax.parallel.mesh import check_batch, shardings
+from calm_jax.tasks import Batch, Metrics, Params, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """`config.<stage>.training`; every key is described in `configs/common.py`."""
+
+    num_steps: int
+    batch_size: int
+    accumulation_steps: int
+    log_every: int
+    eval_every: int
+    checkpoint_every: int
+    max_nonfinite_steps: int
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise UserError(
+                    f"training.{field.name}={getattr(self, field.name)} must be at least 1"
+                )
+        if self.batch_size % self.accumulation_steps:
+            raise UserError(
+                f"training.batch_size={self.batch_size} must be a multiple of training.accumulation_steps="
+                f"{self.accumulation_steps}"
+            )
+
+
+class TrainState(NamedTuple):
+    """Everything that an update changes and a resume restores.
+
+    Attributes:
+      step: number of updates so far, skipped ones included; update n takes the n-th batch of the data.
+      params: the parameters that are trained.
+      opt_state: the optimizer's state.
+      metrics: a (sum, weight) pair for each name, added up since the last log.
+      nonfinite_streak: number of latest updates in a row that were skipped.
+      nonfinite_total: number of all updates that were skipped.
+    """
+
+    step: Array
+    params: Params
+    opt_state: Any
+    metrics: Metrics
+    nonfinite_streak: Array
+    nonfinite_total: Array
+
+
+Step = Callable[[TrainState, Params, Batch], TrainState]
+
+
+def make_step(
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    config: TrainingConfig,
+    key: Array,
+    pad_id: int,
+) -> Step:
+    """The function of one update, to be jitted.
+
+    Every random number is keyed by (`key`, step, row of the batch). The gradient is that of the summed loss, added over
+    microbatches and divided once by the total weight, so that the split into microbatches and devices changes nothing but
+    rounding. An update whose loss or gradient is not finite is skipped and counted. After `max_nonfinite_steps` skipped
+    updates in a row the state no longer changes; the loop then ends the run with an error.
+
+    Args:
+      task: has the loss.
+      optimizer: of `make_optimizer`.
+      config: `config.<stage>.training`.
+      key: the random key of the stage's training.
+      pad_id: the pad token, which `tokens_per_step` does not count.
+
+    Returns:
+      A function (state, frozen parameters, batch) -> state. The frozen parameters are those that the task does not
+      train, such as the autoencoder's. The batch is {"tokens", "targets"}, int32 [batch_size, block_tokens] each, and
+      "segments" of the same shape where documents are isolated.
+    """
+
+    def gradient_sums(params: Params, frozen: Params, batch: Batch, key_B: Array):
+        def loss_sum(params: Params) -> tuple[Array, Metrics]:
+            metrics = task.loss(params, frozen, batch, key_B)
+            return metrics["loss"][0], metrics
+
+        gradient, metrics = jax.grad(loss_sum, has_aux=True)(params)
+        return laid_out(gradient), metrics
+
+    def step(state: TrainState, frozen: Params, batch: Batch) -> TrainState:
+        rows = len(batch["tokens"])
+        step_key = jax.random.fold_in(key, state.step)
+        key_B = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(rows))
+        parts = config.accumulation_steps
+        if parts == 1:
+            gradient, metrics = gradient_sums(state.params, frozen, batch, key_B)
+        else:
+            # Microbatches take every n-th row, so that each device has rows in every microbatch.
+            micro = jax.tree.map(
+                lambda x: x.reshape(rows // parts, parts, *x.shape[1:]).swapaxes(0, 1),
+                (batch, key_B),
+            )
+
+            def add(total, batch_and_key):
+                return jax.tree.map(
+                    jnp.add, total, gradient_sums(state.params, frozen, *batch_and_key)
+                ), None
+
+            shapes = jax.eval_shape(
+                gradient_sums, state.params, frozen, *jax.tree.map(lambda x: x[0], micro)
+            )
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            (gradient, metrics), _ = jax.lax.scan(add, zeros, micro)
+
+        weight = jnp.maximum(metrics["loss"][1], 1)
+        gradient = jax.tree.map(lambda g: g / weight, gradient)
+        norm = optax.tree.norm(gradient)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+
+        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"][0])
+        streak = jnp.where(finite, 0, state.nonfinite_streak + 1)
+        stopped = state.nonfinite_streak >= config.max_nonfinite_steps
+        keep = finite & ~stopped
+
+        def choose(new: Any, old: Any) -> Any:
+            return jax.tree.map(functools.partial(jnp.where, keep), new, old)
+
+        is_text = (batch["targets"] != MASKED) & (batch["targets"] != pad_id)
+        one = jnp.float32(1)
+        metrics = metrics | {"gradient_norm": (norm, one), "tokens_per_step": (is_text.sum(), one)}
+        # The step itself resets the sums after each log. A run that resumes between two logs then restores the sums, and
+        # reports the same values as an uninterrupted one.
+        fresh = state.step % config.log_every == 0
+        metrics = jax.tree.map(
+            lambda new, old: (
+                jnp.where(finite, new, 0).astype(jnp.float32) + jnp.where(fresh, 0, old)
+            ),
+            metrics,
+            state.metrics,
+        )
+        advanced = TrainState(
+            state.step + 1,
+            choose(params, state.params),
+            choose(opt_state, state.opt_state),
+            metrics,
+            streak,
+            state.nonfinite_total + ~finite,
+        )
+        return jax.tree.map(functools.partial(jnp.where, stopped), state, advanced)
+
+    return step
+
+
+def check_batches(name: str, config: TrainingConfig, mesh: Mesh) -> None:
+    """Raises `UserError` unless the batches and microbatches of stage `name` divide over the mesh."""
+    check_batch(f"{name}.training.batch_size", config.batch_size, mesh)
+    micro = config.batch_size // config.accumulation_steps
+    check_batch(f"{name}.training.batch_size / accumulation_steps", micro, mesh)
+
+
+def batch_shapes(config: TrainingConfig, block_tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a step's batch, without "segments"."""
+    shape = jax.ShapeDtypeStruct((config.batch_size, block_tokens), jnp.int32)
+    return {"tokens": shape, "targets": shape}
+
+
+def fresh_state(
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    frozen: Params,
+    batch: Mapping[str, Any],
+    key: Array,
+) -> Callable[[], TrainState]:
+    """A function that makes the initial state. It is for `jax.jit` and `jax.eval_shape`, as the state may be too large
+    for one device.
+
+    Of `frozen` and `batch` only the shapes are used; `key` is the random key of the parameters.
+    """
+
+    def init() -> TrainState:
+        params = task.init(key)
+        key_B = jax.random.split(jax.random.key(0), len(batch["tokens"]))
+        metrics = jax.eval_shape(task.loss, params, frozen, batch, key_B)
+        metrics |= {name: (0, 0) for name in ("gradient_norm", "tokens_per_step")}
+        zeros = jax.tree.map(lambda _: jnp.float32(0), metrics)
+        count = jnp.int32(0)
+        return TrainState(count, params, optimizer.init(params), zeros, count, count)
+
+    return init
+
+
+def init_state(
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    frozen: Params,
+    batch: Mapping[str, Any],
+    key: Array,
+    mesh: Mesh,
+) -> TrainState:
+    """The initial state (see `fresh_state`), every shard of which is made on its own device."""
+    init = fresh_state(task, optimizer, frozen, batch, key)
+    return jax.jit(init, out_shardings=shardings(jax.eval_shape(init), mesh))()
+
+
+def jit_step(step: Step, state: TrainState, mesh: Mesh) -> Any:
+    """Jits a step; the memory of the state, which has the shapes of `state`, is reused for the new state."""
+    return jax.jit(step, donate_argnums=0, out_shardings=shardings(state, mesh))

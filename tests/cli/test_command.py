@@ -1,0 +1,50 @@
+"""How commands end: on bad flags, and when the reader of their output has exited."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from calm_jax.cli.files import finite
+from tests.workdirs import ROOT, run
+
+
+@pytest.mark.parametrize(
+    "flag, words",
+    [
+        ("--seed=abc", "seed"),
+        ("--temperature=warm", "temperature"),
+        ("--max_tokens", "max_tokens"),
+        ("--promt=x", "promt"),
+    ],
+)
+def test_a_bad_flag_is_refused_in_one_line(flag, words):
+    assert words in run("calm_jax.generate", flag, status=2)
+
+
+def test_a_command_ends_without_an_error_when_the_reader_of_its_output_exits():
+    """As with `| head`: the next write fails with a broken pipe."""
+    code = (
+        "import sys\n"
+        "from absl import app\n"
+        "from calm_jax.cli.command import command\n"
+        "from calm_jax.cli.flags import parse_flags\n"
+        "@command\n"
+        "def main(argv):\n"
+        "    for _ in range(100000):\n"
+        "        print('text', flush=True)\n"
+        "app.run(main, flags_parser=parse_flags)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 0
+
+
+def test_nan_and_infinities_become_null_at_every_depth_of_a_json_tree():
+    tree = {"a": [{"b": float("nan")}, 1.5], "c": float("inf")}
+    assert json.dumps(finite(tree), allow_nan=False) == '{"a": [{"b": null}, 1.5], "c": null}'

@@ -1,0 +1,163 @@
+"""An interrupted preparation leaves no process, and the same command completes it to the same bytes."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from calm_jax.data.shards import PreparedText
+from calm_jax.data.tokenizers import TokenizerConfig, make_tokenizer
+from tests.data.preparing import contents, frames, json_lines, prepared, random_texts
+from tests.data.test_prepare import (
+    PREPARE,
+    finished,
+    refused,
+    sentencepiece_model,
+    touched,
+    workers_of,
+)
+from tests.workdirs import run, start
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> tuple[list[str], dict[str, bytes]]:
+    """Arguments of a preparation that takes some seconds, and the files that it writes."""
+    folder = tmp_path_factory.mktemp("large")
+    model, rng = folder / "tokenizer.model", random.Random(0)
+    model.write_bytes(sentencepiece_model())
+    lines = random_texts(4, 2000, 400)
+    texts = ["".join(rng.choices(lines, k=10)) for _ in range(2000)]
+    files = [folder / "a.jsonl", folder / "b.jsonl.zst", folder / "c.jsonl"]
+    for number, file in enumerate(files):
+        data = json_lines(texts[number::3])
+        file.write_bytes(frames(data, 2**16) if file.suffix == ".zst" else data)
+    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", str(model), 0), ())
+    prepared(folder / "loop", files, tokenizer, shard_characters=100_000)
+    given = [f"--input={','.join(map(str, files))}", f"--tokenizer={model}"]
+    return [*given, "--shard_characters=100000"], contents(folder / "loop")
+
+
+def wait_until(happens, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, "nothing happens"
+        time.sleep(0.01)
+
+
+def start_large(large, output, workers: int, shards: int = 3) -> subprocess.Popen:
+    """Starts a preparation in a process group of its own, and waits until it has made some shards."""
+    asked = [*large[0], f"--output={output}", f"--workers={workers}"]
+    command = start(PREPARE, *asked, start_new_session=True)
+    wait_until(lambda: len(list(output.glob("shard-*"))) >= shards or command.poll() is not None)
+    assert command.poll() is None and not (output / "index.json").exists()
+    return command
+
+
+def resume(large, output, workers: int) -> str:
+    """Runs the same command again; asserts that it completes the folder and leaves complete shards as they are."""
+    before = {path: touched(path) for path in output.glob("shard-*")}
+    assert before and not (output / "index.json").exists()
+    printed = run(PREPARE, *large[0], f"--output={output}", f"--workers={workers}")
+    assert finished(output) == large[1]
+    assert all(touched(path) == times for path, times in before.items())
+    return printed
+
+
+@pytest.mark.slow
+def test_workers_that_are_killed_are_replaced(tmp_path, large):
+    output = tmp_path / "out"
+    command = start_large(large, output, 2)
+    for _ in range(2):
+        workers_of(command)[0].kill()
+        made = len(list(output.glob("shard-*")))
+        wait_until(lambda made=made: len(list(output.glob("shard-*"))) >= made + 3)
+    out, err = command.communicate(timeout=100)
+    assert command.returncode == 0, err
+    assert "error" not in err and "Traceback" not in out + err, err
+    assert finished(output) == large[1]
+
+
+@pytest.mark.slow
+def test_a_task_whose_workers_keep_dying_ends_with_one_line(tmp_path, large):
+    output = tmp_path / "out"
+    asked = [*large[0], "--shard_characters=1000000000", f"--output={output}", "--workers=1"]
+    command = start(PREPARE, *asked)
+    wait_until(lambda: (output / "work" / "layout.json").exists())
+    while command.poll() is None:
+        time.sleep(0.6)
+        with contextlib.suppress(psutil.Error):
+            for worker in workers_of(command):
+                worker.kill()
+    out, err = command.communicate()
+    # Dask gives up on the task or on the worker.
+    refused((command.returncode, out, err), "what was complete is kept, the same command goes on")
+
+
+@pytest.mark.slow
+def test_a_killed_command_leaves_no_process_and_can_be_resumed(tmp_path, large):
+    output = tmp_path / "out"
+    command = start_large(large, output, 2)
+    processes = psutil.Process(command.pid).children(recursive=True)
+    assert len(workers_of(command)) == 2
+    command.kill()
+    command.communicate()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive
+    resume(large, output, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, whole_group", [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_a_signal_ends_with_75_and_one_line(tmp_path, large, number, whole_group):
+    """SIGTERM goes to the command alone; SIGINT, as from a terminal, to its workers, too."""
+    output = tmp_path / "out"
+    command = start_large(large, output, 2)
+    processes = psutil.Process(command.pid).children(recursive=True)
+    (os.killpg if whole_group else os.kill)(command.pid, number)
+    out, err = command.communicate(timeout=60)
+    assert command.returncode == 75, out + err
+    assert err.startswith("interrupted: SIG") and err.count("\n") == 1, err
+    assert "Traceback" not in out
+    assert not psutil.wait_procs(processes, timeout=30)[1]
+    resume(large, output, 1)
+
+
+@pytest.mark.slow
+def test_a_command_killed_in_the_first_pass_can_be_resumed(tmp_path, large):
+    output = tmp_path / "out"
+    asked = [*large[0], f"--output={output}", "--workers=1", "--deduplicate"]
+    for wait in ("lock", "work", "work/scan-00000.json"):
+        command = start(PREPARE, *asked)
+        wait_until(lambda wait=wait: (output / wait).exists() or (output / "index.json").exists())
+        command.kill()
+        command.communicate()
+    run(PREPARE, *asked)
+    texts = PreparedText(output)
+    assert texts.num_documents == len({tokens.tobytes() for tokens in texts.documents(1)})
+    expected = json.loads(large[1]["index.json"])
+    assert (
+        texts.num_documents + texts.index["left_out"].get("equal to one before", 0)
+        == (expected["documents"])
+    )
+
+
+@pytest.mark.slow
+def test_a_second_command_for_the_same_output_is_refused(tmp_path, large):
+    output = tmp_path / "out"
+    command = start_large(large, output, 2, shards=1)
+    # Stopped, so that it does not finish before the second command starts.
+    command.send_signal(signal.SIGSTOP)
+    try:
+        line = run(PREPARE, *large[0], f"--output={output}", status=2)
+    finally:
+        command.send_signal(signal.SIGCONT)
+    assert line == f"error: --output={output}: another process is preparing it"
+    out, err = command.communicate(timeout=100)
+    assert command.returncode == 0, out + err
+    assert finished(output) == large[1]

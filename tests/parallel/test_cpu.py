@@ -1,0 +1,83 @@
+"""What CPUs get of their own: products of two matrices, and an allocator that keeps freed memory."""
+
+import platform
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calm_jax.parallel import host_memory
+from calm_jax.parallel.constraints import product
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "kernel_shape", "contracted"),
+    [
+        ((5, 8), (8, 3), ((1,), (0,))),
+        ((2, 5, 8), (8, 3, 4), ((2,), (0,))),
+        ((2, 5, 3, 4), (3, 4, 7), ((2, 3), (0, 1))),
+        # Neither the last axes of the one nor the first of the other.
+        ((2, 8, 5), (3, 8), ((1,), (1,))),
+        ((2, 3, 4), (4, 3, 7), ((1, 2), (1, 0))),
+    ],
+)
+def test_a_product_and_its_gradients_equal_those_of_dot_general(x_shape, kernel_shape, contracted):
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (x_shape, kernel_shape))
+    dimensions = (contracted, ((), ()))
+    expected, pull = jax.vjp(lambda *xs: jax.lax.dot_general(*xs, dimensions), x, kernel)
+    ours, our_pull = jax.vjp(lambda *xs: product(*xs, dimensions), x, kernel)
+    cotangent = jnp.asarray(rng.normal(size=expected.shape), jnp.float32)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(our_pull(cotangent), pull(cotangent), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+# A program whose temporaries are 64 MiB: prints how many pages a call touches for the first time, the least of ten calls.
+PAGES = """
+import resource, sys
+import jax, jax.numpy as jnp
+from calm_jax.parallel.host_memory import keep_freed_memory
+if "keep" in sys.argv:
+    assert keep_freed_memory()
+f = jax.jit(lambda x: jax.lax.optimization_barrier(jnp.sin(x + jnp.arange(2.0**24))).sum())
+fresh = []
+for _ in range(10):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    f(1.0).block_until_ready()
+    fresh.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(fresh))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_a_repeated_call_touches_no_fresh_pages():
+    def pages(*options):
+        done = subprocess.run(
+            [sys.executable, "-c", PAGES, *options], capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    # 64 MiB are 16,384 pages of 4 KiB.
+    assert pages("keep") < 1000 < 10_000 < pages()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"), [("cpu", True), ("cuda,cpu", False), ("tpu", False)]
+)
+def test_the_platforms_of_the_environment_decide_whether_freed_memory_is_kept(
+    chosen, expected, monkeypatch
+):
+    monkeypatch.setenv("JAX_PLATFORMS", chosen)
+    assert host_memory._computes_on_cpus() is expected
+
+
+@pytest.mark.parametrize("installed", [None, "libtpu", "jax_plugins"])
+def test_without_a_choice_an_installed_plugin_decides(installed, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(host_memory.importlib.metadata, "entry_points", lambda group: ())
+    monkeypatch.setattr(host_memory.importlib.util, "find_spec", lambda name: name == installed)
+    assert host_memory._computes_on_cpus() is (installed is None)

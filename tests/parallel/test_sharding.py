@@ -1,0 +1,112 @@
+"""A compiled training step on eight devices gathers parameters, never activations, and never holds logits."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from calm_jax.planning.hlo import Program
+
+# Sizes that no other axis of the program has.
+VOCABULARY, WIDTH = 1031, 32
+
+STEP = f"""
+import dataclasses, json, sys
+import jax
+from calm_jax.build import make_autoencoder_task, make_lm_task
+from calm_jax.config import resolve
+from calm_jax.data.tokenizers import Vocabulary
+from calm_jax.parallel.mesh import BATCH, MeshConfig, make_mesh, shardings
+from calm_jax.training.optimizer import make_optimizer
+from calm_jax.training.step import batch_shapes, fresh_state, jit_step, make_step
+from jax.sharding import NamedSharding
+from tests.tiny_recipe import get_config
+
+tree = get_config("*.txt," + sys.argv[1])
+tree.lm.model.hidden_size = {WIDTH}
+# Activations are much larger than parameters.
+tree.lm.training.batch_size = 512
+config, words = resolve(tree), Vocabulary({VOCABULARY}, {VOCABULARY - 1})
+mesh = make_mesh(MeshConfig(*json.loads(sys.argv[2])))
+task = make_lm_task(config, words, config.eval.published)
+key, frozen = jax.random.key(0), {{}}
+if config.has_autoencoder:
+    frozen = {{"params": jax.eval_shape(make_autoencoder_task(config, words).init, key)}}
+optimizer, training = make_optimizer(config.lm.optimizer, 10), config.lm.training
+batch = batch_shapes(training, config.lm.data.block_tokens)
+
+
+def placed(tree, layout):
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, layout
+    )
+
+
+with jax.set_mesh(mesh):
+    state = jax.eval_shape(fresh_state(task, optimizer, frozen, batch, key))
+    step = make_step(task, optimizer, training, key, words.pad_id)
+    arguments = [placed(tree, shardings(tree, mesh)) for tree in (state, frozen)]
+    arguments.append(placed(batch, {{name: NamedSharding(mesh, BATCH) for name in batch}}))
+    compiled = jit_step(step, state, mesh).lower(*arguments).compile()
+sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (state.params, frozen)]
+print(json.dumps({{"text": compiled.as_text(), "sizes": sizes}}))
+"""
+
+
+def compiled_step(arguments: str, sizes: tuple[int, int, int]) -> tuple[str, list[int], str]:
+    """A step's HLO text, the numbers of trained and of frozen parameters, and the compiler's messages."""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    # Without the cache, because loading a cached program gives no messages.
+    env = {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false", "TF_CPP_MIN_LOG_LEVEL": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", STEP, arguments, json.dumps(sizes)],
+        capture_output=True,
+        text=True,
+        env=os.environ | env,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    return record["text"], record["sizes"], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "head, sizes",
+    [("energy", (1, 8, 1)), ("energy", (2, 4, 1)), ("diffusion", (1, 8, 1)), ("flow", (2, 4, 1))],
+)
+def test_calm_gathers_only_parameters_and_never_holds_logits(head, sizes):
+    text, (trained, frozen), complaints = compiled_step(f"head={head}", sizes)
+    assert "rematerialization" not in complaints
+    shapes = {
+        tuple(map(int, dims.split(","))) for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", text)
+    }
+    with_vocabulary = {shape for shape in shapes if VOCABULARY in shape}
+    # Only the embedding tables, whole and sharded, their gradients and moments have the vocabulary's axis; the frozen
+    # autoencoder's table is 16 wide.
+    widths = {WIDTH, WIDTH // sizes[1], 16, 16 // sizes[1], 1}
+    for shape in with_vocabulary:
+        rest = [size for size in shape if size != VOCABULARY]
+        assert len(rest) <= 2 and set(rest) <= widths, shape
+    assert with_vocabulary
+    program = Program.of(text)
+    assert not program.runs()[1]
+    # No gathered array has an axis of rows or positions.
+    rows = {512, 7, 512 * 7, 512 // sizes[0] * 7}
+    collectives = program.collectives(8)
+    assert any(one.kind == "all-gather" for one in collectives)
+    for one in collectives:
+        if one.kind == "all-gather":
+            dims = {
+                int(size)
+                for dims in re.findall(r"\[([\d,]+)\]", one.shape)
+                for size in dims.split(",")
+            }
+            assert not dims & rows, one
+    gathered = sum(one.moved for one in collectives if one.kind == "all-gather")
+    share = (sizes[1] - 1) / sizes[1]
+    assert gathered <= 1.1 * 4 * share * (2 * trained + frozen)

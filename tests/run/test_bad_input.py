@@ -1,0 +1,334 @@
+"""Bad input ends a command with status 2 and one line that has the key and the value; nothing is written."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+
+from calm_jax.cli.flags import parse_recipe_flags
+from tests.tiny_model import run_generate, tiny
+from tests.workdirs import ROOT
+
+
+@pytest.fixture
+def text(tmp_path):
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_text(f"some text, number {number}. " * 30)
+    return f"{tmp_path}/*.txt"
+
+
+def refuse(capsys, monkeypatch, *args: str) -> str:
+    """Runs `python -m calm_jax.main ARGS` in this process, which must fail, and returns its only line on stderr."""
+    from calm_jax import main
+
+    values = flags.FLAGS
+    values.unparse_flags()
+    for override in [name for name in values if name.startswith("config.")]:
+        delattr(values, override)
+    # ml_collections reads the overridden keys from sys.argv.
+    monkeypatch.setattr(sys, "argv", ["main", *args])
+    with pytest.raises(SystemExit) as exit_:
+        main.main(parse_recipe_flags(["main", *args]))
+    assert exit_.value.code == 2
+    out = capsys.readouterr()
+    lines = out.err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), out.err
+    return lines[0]
+
+
+# A flag, and what the message must contain.
+BAD_VALUES = {
+    "--config.lm.model.num_heads=3": "lm.model.hidden_size=16",
+    "--config.lm.model.num_kv_heads=3": "lm.model.num_kv_heads=3",
+    "--config.lm.data.block_tokens=30": "lm.data.block_tokens=30",
+    "--config.autoencoder.model.num_encoder_layers=3": "autoencoder.model.num_encoder_layers=3",
+    "--config.lm.head.num_samples=1": "lm.head.num_samples=1",
+    "--config.lm.head.beta=0.0": "lm.head.beta=0",
+    "--config.lm.head.beta=2.5": "lm.head.beta=2.5",
+    "--config.lm.head.name=energie": "lm.head.name='energie' is none of energy, diffusion, flow, softmax",
+    "--config.sample.temperature=0.0": "temperature=0",
+    "--config.sample.temperature=1.5": "temperature=1.5",
+    "--config.eval.num_samples=1": "eval.num_samples=1",
+    "--config.stage=lm": "stage='lm' needs an autoencoder",
+    "--config.seed=-1": "seed=-1",
+    "--config.stage=both": "stage='both'",
+    # K = 3 is possible, but not with blocks of 32 tokens.
+    "--config.chunk_size=3": "block_tokens=32 must be a multiple of chunk_size=3",
+    "--config.chunk_size=0": "chunk_size=0",
+    "--config.sample.temperature=2.0": "temperature=2",
+    "--config.sample.top_p=0.9": "top_p=0.9",
+    "--config.sample.sampler=greedy": "sampler='greedy' is none of pooled, batch, published",
+    "--config.sample.max_draws=0": "max_draws=0",
+    "--config.sample.draws_at_once=-1": "draws_at_once=-1",
+    "--config.sample.batch_size=0": "batch_size=0",
+    "--config.sample.long_context=cut": "long_context='cut' must be",
+    "--config.sample.prompt_alignment=right": "prompt_alignment='right' must be",
+    "--config.eval.context_tokens=32": "eval.context_tokens=32",
+    "--config.eval.start_every=0": "eval.start_every=0",
+    "--config.compute_dtype=float8": "compute_dtype='float8'",
+    "--config.tokenizer.kind=gpt": "tokenizer.kind='gpt'",
+    "--config.tokenizer.kind=llama3": "tokenizer.path",
+    "--config.data.on_bad_record=ignore": "data.on_bad_record='ignore'",
+    "--config.lm.training.accumulation_steps=3": "training.batch_size=4",
+    "--config.lm.optimizer.schedule=linear": "lm.optimizer.schedule='linear'",
+    "--config.mesh.fsdp=7": "mesh:",
+    "--config.data.train_files=/nowhere/*.txt": "/nowhere/*.txt",
+    "--config.autoencoder.checkpoint=/nowhere": "autoencoder.checkpoint='/nowhere'",
+    "--config.lm.data.block_tokens=100000": "100000",
+    "--config.lm.model.hidden_sise=8": "did you mean 'hidden_size'",
+    "--config.lm.model.hidden_size=1e3": "1e3",
+    "--profile=5": "--profile='5'",
+    "--mode=evaluate": "evaluate",
+}
+
+
+@pytest.mark.parametrize("option", BAD_VALUES)
+def test_the_message_names_a_bad_value(option, text, tmp_path, capsys, monkeypatch):
+    workdir = tmp_path / "run"
+    recipe = f"--config=tests/tiny_recipe.py:{text}"
+    assert BAD_VALUES[option] in refuse(capsys, monkeypatch, recipe, f"--workdir={workdir}", option)
+    assert not workdir.exists()
+
+
+BAD_ARGUMENTS = {
+    "head=nope": "head='nope' is none of energy, diffusion, flow, softmax",
+    "k=100000": "k=100000: a block of autoencoder.data.block_tokens=64 must hold at least 2 chunks",
+    "k=0": "k='0' must be a number of tokens",
+    "k=four": "k='four' must be a number of tokens",
+    "head=softmax,k=2": "k=2: head=softmax predicts single tokens",
+    "depth=3": "config argument 'depth=3': give head=NAME or k=TOKENS",
+    "k=2,k=4": "config argument 'k=4': give head=NAME or k=TOKENS, each at most once",
+}
+
+
+def test_an_argument_for_a_recipe_that_takes_none_is_refused(capsys, monkeypatch):
+    line = refuse(capsys, monkeypatch, "--config=configs/ar_s.py:head=flow")
+    assert "configs/ar_s.py:head=flow: this recipe takes no argument" in line
+
+
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
+def test_the_message_names_a_bad_recipe_argument(arguments, tmp_path, capsys, monkeypatch):
+    recipe = f"--config=configs/quickstart.py:{arguments}"
+    workdir = tmp_path / "run"
+    error = refuse(capsys, monkeypatch, recipe, f"--workdir={workdir}")
+    assert error.startswith(f"error: {BAD_ARGUMENTS[arguments]}")
+    assert not workdir.exists()
+
+
+# A recipe argument and a flag that contradicts it.
+BAD_VARIANTS = {
+    ("head=softmax", "--config.chunk_size=4"): "chunk_size=4: lm.head.name='softmax'",
+    ("head=softmax", "--config.stage=autoencoder"): "stage='autoencoder': lm.head.name='softmax'",
+    ("head=softmax", "--config.autoencoder.checkpoint=runs/x"): "autoencoder.checkpoint='runs/x'",
+    ("head=softmax", "--config.sample.top_p=0.0"): "top_p=0",
+    ("head=softmax", "--config.lm.head.num_blocks=2"): "no key 'num_blocks'",
+    ("head=flow", "--config.lm.head.solver=rk4"): "lm.head.solver='rk4' is none of midpoint, euler",
+    ("head=flow", "--config.lm.head.beta=1.0"): "no key 'beta'",
+    ("head=flow", "--config.sample.top_p=0.5"): "top_p=0.5",
+    ("head=diffusion", "--config.lm.head.num_steps=1"): "lm.head.num_steps=1",
+    ("head=diffusion", "--config.lm.head.num_steps=1001"): "lm.head.num_steps=1001",
+    ("head=diffusion", "--config.sample.temperature=0.0"): "temperature=0",
+}
+
+
+@pytest.mark.parametrize(("arguments", "option"), BAD_VARIANTS)
+def test_the_message_names_a_value_that_the_head_does_not_support(
+    arguments, option, text, tmp_path, capsys, monkeypatch
+):
+    recipe = f"--config=tests/tiny_recipe.py:{text},{arguments}"
+    workdir = tmp_path / "run"
+    error = refuse(capsys, monkeypatch, recipe, f"--workdir={workdir}", option)
+    assert BAD_VARIANTS[arguments, option] in error
+    assert not workdir.exists()
+
+
+# A text file: its content, and what the message must contain.
+BAD_TEXT = {
+    "broken.jsonl": (b'{"text": "good"}\n{"text": \n', "broken.jsonl, line 2"),
+    "field.json": (b'{"body": "no text"}\n', "no field 'text'"),
+    "number.jsonl": (b'{"text": 7}\n', "is int, not a string"),
+    "latin.txt": ("caf\u00e9".encode("latin-1"), "byte 3 is not valid UTF-8"),
+    "latin.jsonl": (b'{"text": "caf\xe9"}\n', "is not valid UTF-8"),
+    "empty.jsonl": (b"", "holds no text"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEXT)
+def test_the_message_names_the_place_of_bad_text(name, tmp_path, capsys, monkeypatch):
+    content, expected = BAD_TEXT[name]
+    (tmp_path / name).write_bytes(content)
+    recipe = f"--config=tests/tiny_recipe.py:{tmp_path / name}"
+    assert expected in refuse(capsys, monkeypatch, recipe, f"--workdir={tmp_path / 'run'}")
+
+
+def test_a_batch_size_that_the_devices_do_not_divide_is_refused(text, tmp_path):
+    """In a process of its own, which is given two devices."""
+    out = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "calm_jax.main",
+            f"--config=tests/tiny_recipe.py:{text}",
+            f"--workdir={tmp_path / 'run'}",
+            "--config.lm.training.batch_size=5",
+        ],
+        cwd=ROOT,
+        env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert out.returncode == 2
+    assert "lm.training.batch_size=5 must be a multiple of" in out.stderr
+
+
+GENERATE = {
+    "--workdir=/nowhere": "/nowhere is no workdir",
+    "--workdir=": "--workdir=DIR",
+}
+
+
+@pytest.mark.parametrize("option", GENERATE)
+def test_generation_refuses_a_folder_without_a_model(option):
+    out = subprocess.run(
+        [sys.executable, "-m", "calm_jax.generate", option, "--prompt=x"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert out.returncode == 2 and GENERATE[option] in out.stderr
+
+
+# The head of the model and flags of the generate command, of which the last is bad, and what the message must contain.
+SAMPLE = {
+    ("energy", "--temperature=2"): "temperature=2 must be in (0, 1]",
+    ("energy", "--temperature=0"): "temperature=0 must be in (0, 1]",
+    ("energy", "--temperature=-1"): "temperature=-1 must be",
+    ("energy", "--temperature=nan"): "temperature=nan must be",
+    ("energy", "--temperature=inf"): "temperature=inf must be",
+    ("energy", "--top_p=0.9"): "top_p=0.9 needs the probabilities of tokens",
+    ("energy", "--top_p=0"): "top_p=0 must be in (0, 1]",
+    # T = 1/5 compares 5 draws.
+    ("energy", "--temperature=0.2", "--max_draws=3"): "max_draws=3 must be at least 5",
+    ("energy", "--temperature=0.2", "--max_draws=4"): "max_draws=4 must be at least 5",
+    ("energy", "--temperature=0.45", "--sampler=rejection", "--max_draws=2"): "max_draws=2 must be",
+    ("energy", "--temperature=0.7", "--sampler=published"): "temperature=0.7: sampler='published'",
+    ("energy", "--sampler=greedy"): "sampler='greedy' is none of pooled, batch, published",
+    ("energy", "--max_draws=0"): "max_draws=0 must be at least 1",
+    ("energy", "--num_candidates=0"): "num_candidates=0 must be at least 1",
+    ("energy", "--draws_at_once=0"): "draws_at_once=0 must be at least 1",
+    ("energy", "--max_tokens=0"): "max_tokens=0 must be at least 1",
+    ("energy", "--max_tokens=-3"): "max_tokens=-3 must be at least 1",
+    ("energy", "--batch_size=0"): "batch_size=0 must be at least 1",
+    ("energy", "--stop="): "stop=''",
+    ("energy", "--prompt_alignment=right"): "prompt_alignment='right' must be",
+    ("energy", "--long_context=cut"): "long_context='cut' must be",
+    ("energy", "--seed=-1"): "--seed=-1 must be in [0, 2**32)",
+    ("energy", "--seed=4294967296"): "--seed=4294967296 must be in",
+    ("energy", "--max_tokens=2000"): "prompt 0 has 2 tokens; with max_tokens=2000",
+    # Python passes a byte that is not UTF-8 as a lone surrogate.
+    ("energy", "--prompt=\udcff"): "prompt 0, '\\udcff', is not valid Unicode text",
+    (
+        "energy",
+        "--prompt=x",
+        "--prompt=a\udcffb",
+    ): "prompt 1, 'a\\udcffb', is not valid Unicode text",
+    ("softmax", "--sampler=batch"): "--sampler=batch has no meaning for lm.head.name='softmax'",
+    ("softmax", "--max_draws=9"): "--max_draws=9 has no meaning",
+    ("softmax", "--num_candidates=9"): "--num_candidates=9 has no meaning",
+    ("softmax", "--draws_at_once=9"): "--draws_at_once=9 has no meaning",
+    ("softmax", "--prompt_alignment=match"): "--prompt_alignment=match has no meaning",
+    ("softmax", "--temperature=-0.5"): "temperature=-0.5 must be",
+    ("softmax", "--top_p=1.5"): "top_p=1.5 must be in (0, 1]",
+}
+# The name of a --prompts_file, its content, and what the message must contain.
+PROMPTS_FILES = [
+    ("half.jsonl", b'{"prompt": "x"}\n{"prompt": \n', "half.jsonl': line 2 is no"),
+    ("key.jsonl", b'{"text": "x"}\n', "line 1 is no"),
+    ("list.jsonl", b'["x"]\n', "line 1 is no"),
+    ("number.jsonl", b'{"prompt": 7}\n', "line 1 is no"),
+    ("floats.jsonl", b'{"prompt": [1, 2.5]}\n', "line 1 is no"),
+    ("truths.jsonl", b'{"prompt": [true]}\n', "line 1 is no"),
+    ("gap.jsonl", b'{"prompt": "x"}\n\n{"prompt": "y"}\n', "line 2 is no"),
+    (
+        "ids.jsonl",
+        b'{"prompt": [259]}\n',
+        "prompt 0: token id 259 is not in the vocabulary, [0, 259)",
+    ),
+    ("more.jsonl", b'{"prompt": "x"}\n{"prompt": [3, -1]}\n', "prompt 1: token id -1 is not in"),
+    (
+        "half_pair.jsonl",
+        b'{"prompt": "\\ud800"}\n',
+        "prompt 0, '\\ud800', is not valid Unicode text",
+    ),
+    ("latin.txt", b"caf\xe9\n", "latin.txt': byte 3 is not valid UTF-8"),
+    ("latin.jsonl", b'{"prompt": "caf\xe9"}\n', "is not valid UTF-8"),
+    ("nowhere/x.txt", None, "x.txt' cannot be read: No such file or directory"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    """The result of the generate command for each case of `SAMPLE`, `PROMPTS_FILES` and some more, all in one process."""
+    folder = tmp_path_factory.mktemp("generate")
+    commands = {}
+    for head in ("energy", "softmax"):
+        tiny(f"head={head}").save(folder / head)
+    for head, *options in SAMPLE:
+        given = [option for option in options if option.startswith("--prompt=")] or ["--prompt=x"]
+        others = [option for option in options if not option.startswith("--prompt=")]
+        commands[head, *options] = [f"--workdir={folder / head}", *given, *others]
+    model = f"--workdir={folder / 'energy'}"
+    for name, content, _ in PROMPTS_FILES:
+        if content is not None:
+            (folder / name).write_bytes(content)
+        commands[name] = [model, f"--prompts_file={folder / name}"]
+    (folder / "there.jsonl").write_text("work of days")
+    commands["there"] = [model, "--prompt=x", f"--output={folder / 'there.jsonl'}"]
+    commands["no folder"] = [model, "--prompt=x", f"--output={folder / 'no' / 'x.jsonl'}"]
+    commands["no prompt"] = [model]
+    # A run that has not begun to train its language model.
+    untrained = folder / "untrained"
+    shutil.copytree(folder / "energy", untrained, ignore=shutil.ignore_patterns("lm"))
+    commands["untrained"] = [f"--workdir={untrained}", "--prompt=x"]
+    without = folder / "no_tokenizer"
+    shutil.copytree(folder / "energy", without, ignore=shutil.ignore_patterns("tokenizer"))
+    commands["no tokenizer"] = [f"--workdir={without}", "--prompt=x"]
+    results = dict(zip(commands, run_generate(*commands.values()), strict=True))
+    assert (folder / "there.jsonl").read_text() == "work of days"
+    return results
+
+
+def assert_refused(result, expected):
+    status, out, err = result
+    assert status == 2, err
+    assert out.strip() in ("", "x")  # nothing, or the prompt
+    (line,) = err.strip().splitlines()
+    assert line.startswith("error: ") and expected in line
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: ascii(" ".join(case)))
+def test_generation_refuses_options_that_the_model_does_not_support(case, refusals):
+    assert_refused(refusals[case], SAMPLE[case])
+
+
+@pytest.mark.parametrize(("name", "content", "expected"), PROMPTS_FILES)
+def test_generation_names_the_bad_line_of_a_prompts_file(name, content, expected, refusals):
+    assert_refused(refusals[name], expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("there", "there.jsonl is there already: give another name, or --overwrite"),
+        ("no folder", "x.jsonl cannot be written: there is no such folder"),
+        ("no prompt", "give a --prompt=TEXT"),
+        ("untrained", "lm holds no checkpoint: train first"),
+        ("no tokenizer", "tokenizer holds no readable tokenizer"),
+    ],
+)
+def test_generation_names_a_file_that_is_missing_or_would_be_replaced(case, expected, refusals):
+    assert_refused(refusals[case], expected)

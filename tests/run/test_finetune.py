@@ -1,0 +1,270 @@
+"""Fine-tuning: training from the parameters of another run, on prompts and completions."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from calm_jax.build import make_autoencoder_task, make_lm_task
+from calm_jax.data.corpus import DataConfig, load_corpus
+from calm_jax.data.documents import Document
+from calm_jax.data.packing import (
+    MASKED,
+    BlockConfig,
+    encode_documents,
+    pack_completions,
+    pack_records,
+)
+from calm_jax.data.tokenizers import ByteTokenizer
+from calm_jax.errors import UserError
+from calm_jax.parallel.mesh import make_mesh
+from calm_jax.run.workdir import Workdir, fingerprint
+from calm_jax.tasks.language_model import counted_chunks
+from calm_jax.training.checkpoint import latest_step
+from configs import common
+from tests.workdirs import run, train
+
+BYTES = ByteTokenizer(b"")
+PAD, BOS, EOS = BYTES.pad_id, BYTES.bos_id, BYTES.eos_id
+
+
+def records(prompts, completions, chunk_size, block_tokens=64):
+    names = [str(number) for number in range(len(prompts))]
+    config = BlockConfig(block_tokens, "windows", True, True, "none", False)
+    encoded = (encode_documents(texts, BYTES) for texts in (prompts, completions))
+    return pack_records(names, *encoded, BYTES, config, chunk_size)
+
+
+# --- Records
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 4, 8])
+def test_the_targets_of_a_record_are_its_completion_eos_and_the_pads_after_it(chunk_size):
+    prompts = ["p" * length for length in range(10)]
+    completions = ["c" * (1 + 3 * length % 7) for length in range(10)]
+    blocks, too_long = records(prompts, completions, chunk_size)
+    assert not too_long and len(blocks) == 10
+    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        tokens, targets = blocks[index]["tokens"].tolist(), blocks[index]["targets"].tolist()
+        given = tokens.index(BOS) + 1 + len(prompt)
+        assert tokens[: tokens.index(BOS)] == [PAD] * tokens.index(BOS)
+        assert BYTES.decode(tokens[:given]) == prompt
+        # The prompt fills whole chunks, as in generation.
+        assert given % chunk_size == 0 and tokens.index(BOS) < chunk_size
+        learnt = [token for token in targets if token != MASKED]
+        pads = -(len(completion) + 1) % chunk_size
+        assert learnt == [*completion.encode(), EOS, *[PAD] * pads]
+        assert targets[given : given + len(learnt)] == learnt
+        assert tokens[given : given + len(learnt)] == learnt
+
+
+def test_the_loss_counts_all_chunks_of_a_completion_and_no_others():
+    blocks, _ = records(["", "abc", "abcdefg"], ["x", "hello", "yz"], chunk_size=4)
+    targets_BLK = blocks.targets(np.arange(3)).reshape(3, -1, 4)
+    counted_BL = counted_chunks(0, targets_BLK)
+    # Numbers of chunks of the prompt, with bos, and of the completion, with eos.
+    for row, (first, size) in zip(counted_BL, [(1, 1), (1, 2), (2, 1)], strict=True):
+        expected = np.zeros(targets_BLK.shape[1] - 1, bool)
+        expected[first - 1 : first - 1 + size] = True
+        np.testing.assert_array_equal(row, expected)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 4])
+def test_the_autoencoder_is_trained_on_the_chunks_that_are_targets_of_the_language_model(
+    chunk_size,
+):
+    prompts, completions = ["a", "bcd", "", "ef"], ["x", "hello", "yzyz", "wwwwwww"]
+    lm, _ = records(prompts, completions, chunk_size, block_tokens=60)
+    targets_NK = lm.targets(np.arange(len(lm))).reshape(-1, chunk_size)
+    expected_NK = targets_NK[(targets_NK != MASKED).all(1)]
+    config = BlockConfig(2 * chunk_size, "windows", True, True, "none", False)
+    encoded = encode_documents(completions, BYTES)
+    blocks = pack_completions(encoded, BYTES, config, chunk_size, True, "the text")
+    ours_NK = blocks.targets(np.arange(len(blocks))).reshape(-1, chunk_size)
+    np.testing.assert_array_equal(ours_NK[(ours_NK != MASKED).all(1)], expected_NK)
+
+
+def test_blocks_of_records_are_as_long_as_the_longest_record_in_groups_of_chunks():
+    blocks, _ = records(["ab", "a"], ["c" * 20, "c"], chunk_size=2, block_tokens=1000)
+    assert blocks.tokens.shape == (2, 32)
+    blocks, _ = records(["ab"], ["c" * 20], chunk_size=2, block_tokens=26)
+    assert blocks.tokens.shape == (1, 26)
+
+
+def test_the_fingerprint_of_a_text_depends_on_its_prompts():
+    document = Document("a", "text", "prompt")
+    fingerprints = {
+        fingerprint([other])
+        for other in (
+            document,
+            dataclasses.replace(document, prompt="Prompt"),
+            dataclasses.replace(document, prompt=""),
+            dataclasses.replace(document, prompt="", text="textprompt"),
+        )
+    }
+    assert len(fingerprints) == 4
+
+
+def test_records_longer_than_a_block_are_left_out_and_named():
+    # bos, 3 and 4 tokens and eos are 9 tokens, or 12 in whole chunks.
+    blocks, too_long = records(["abc", "abc"], ["wxyz", "xyz"], chunk_size=4, block_tokens=8)
+    assert too_long == ["0"]
+    assert len(blocks) == 1 and BYTES.decode(blocks.tokens[0]) == "abcxyz"
+
+
+def read(path, **changes):
+    keys = common.get_config().data.to_dict()
+    keys |= {"text_field": "completion", "prompt_field": "prompt", "holdout_every": 2}
+    keys |= {"train_files": str(path)}
+    return load_corpus(DataConfig(**keys | changes))
+
+
+def test_prompts_and_completions_are_read_from_their_fields(tmp_path):
+    pairs = [("two and two is", " four"), ("", "alone"), ("naïve?", " 日本"), ("no answer", "")]
+    lines = [json.dumps({"prompt": a, "completion": b, "id": 1}) for a, b in pairs]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    corpus = read(tmp_path / "a.jsonl")
+    documents = sorted([*corpus.train, *corpus.validation], key=lambda document: document.name)
+    assert documents == [
+        Document(f"a.jsonl:{number}", text, prompt)
+        for number, (prompt, text) in enumerate(pairs, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"completion": "x"}', "no field 'prompt'"),
+        ('{"prompt": "x"}', "no field 'completion'"),
+        ('{"prompt": 3, "completion": "x"}', "field 'prompt' is int"),
+        ('{"prompt": "\\ud800", "completion": "x"}', "field 'prompt' has a lone surrogate"),
+    ],
+)
+def test_a_bad_record_raises_an_error_with_its_line_or_is_counted(line, reason, tmp_path):
+    good = '{"prompt": "a", "completion": "b"}'
+    (tmp_path / "a.jsonl").write_text(f"{good}\n{line}\n{good}\n")
+    with pytest.raises(UserError, match=f"a.jsonl, line 2: {reason}"):
+        read(tmp_path / "a.jsonl")
+    corpus = read(tmp_path / "a.jsonl", on_bad_record="skip")
+    assert sum(corpus.skipped.values()) == 1
+    assert len(corpus.train) + len(corpus.validation) == 2
+
+
+def test_a_text_file_is_refused_where_prompts_are_needed(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(UserError, match=r"a.txt has no field 'prompt'"):
+        read(tmp_path / "a.txt")
+
+
+# --- The command
+
+
+@pytest.fixture(scope="module")
+def trained(text_glob, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("source") / "run"
+    train(text_glob, workdir)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def record_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("records") / "records.jsonl"
+    rows = [{"prompt": f"{i} + 1 =", "completion": f" {i + 1}"} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def finetune(source, workdir, record_file, *args, status=0):
+    return run(
+        "calm_jax.main",
+        f"--config=configs/finetune.py:{source}",
+        f"--workdir={workdir}",
+        f"--config.data.train_files={record_file}",
+        "--config.data.holdout_every=4",
+        "--config.lm.training.batch_size=4",
+        *args,
+        status=status,
+    )
+
+
+def params_of(path, stage):
+    workdir = Workdir(path)
+    task = (
+        make_autoencoder_task(workdir.config, workdir.tokenizer)
+        if stage == "autoencoder"
+        else make_lm_task(workdir.config, workdir.tokenizer, workdir.config.eval.published)
+    )
+    return workdir.load_params(stage, task, make_mesh(workdir.config.mesh))
+
+
+@pytest.mark.slow
+def test_fine_tuning_starts_from_the_given_parameters(trained, record_file, tmp_path):
+    # The learning rate of the first step is zero, so the parameters are still those of the source.
+    out = finetune(trained, tmp_path / "a", record_file, "--config.lm.training.num_steps=1")
+    assert "BrierLM" in out
+    for stage in ("autoencoder", "lm"):
+        ours, source = params_of(tmp_path / "a", stage), params_of(trained, stage)
+        jax.tree.map(np.testing.assert_array_equal, ours, source)
+    assert Workdir(tmp_path / "a").tokenizer.fingerprint == Workdir(trained).tokenizer.fingerprint
+
+    more = ["--config.lm.training.num_steps=6", "--config.lm.optimizer.learning_rate=0.01"]
+    finetune(trained, tmp_path / "a", record_file, *more)
+    finetune(trained, tmp_path / "b", record_file, *more)
+    ours, source = params_of(tmp_path / "b", "lm"), params_of(trained, "lm")
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), ours, source)
+    assert all(jax.tree.leaves(changed["backbone"]))
+    scored = run("calm_jax.main", "--mode=eval", f"--config=configs/workdir.py:{tmp_path / 'a'}")
+    assert "BrierLM" in scored and "at equal context" not in scored
+    # A run has a copy of its first parameters, and does not need the source again.
+    other = tmp_path / "source"
+    shutil.copytree(trained, other)
+    finetune(other, tmp_path / "d", record_file, "--config.lm.training.num_steps=1")
+    shutil.rmtree(tmp_path / "d" / "lm")
+    shutil.rmtree(other)
+    again = f"--config=configs/workdir.py:{tmp_path / 'd'}"
+    run("calm_jax.main", again)
+    jax.tree.map(np.testing.assert_array_equal, params_of(tmp_path / "d", "lm"), source)
+    # A fine-tuned run can be fine-tuned in turn.
+    finetune(tmp_path / "a", tmp_path / "c", record_file, "--config.lm.training.num_steps=1")
+
+
+@pytest.mark.slow
+def test_a_source_or_text_that_does_not_fit_is_refused_before_anything_is_written(
+    trained,
+    record_file,
+    text_glob,
+    tmp_path,
+):
+    cases = {
+        "--config.init_from=/nowhere": "init_from='/nowhere' is no workdir",
+        "--config.lm.model.rope_theta=100.0": "has lm.model.rope_theta=10000.0, this recipe has 100.0",
+        "--config.lm.data.block_tokens=8": "records.jsonl:1: the record is longer than",
+        "--config.autoencoder.checkpoint=x": "autoencoder.checkpoint='x': init_from=",
+        "--config.data.train_files=": "data.prompt_field='prompt' needs data.train_files",
+    }
+    for option, message in cases.items():
+        assert message in finetune(trained, tmp_path / "a", record_file, option, status=2), option
+        assert not (tmp_path / "a").exists()
+    assert "needs data.train_files to train on" in run(
+        "calm_jax.main",
+        "--config=configs/quickstart.py",
+        f"--workdir={tmp_path / 'a'}",
+        f"--config.data.validation_files={text_glob}",
+        status=2,
+    )
+    assert latest_step(trained / "lm") == 12
+
+
+@pytest.mark.slow
+def test_scoring_needs_no_training_text(trained, text_glob):
+    out = run(
+        "calm_jax.main",
+        "--mode=eval",
+        f"--config=configs/workdir.py:{trained}",
+        "--config.data.train_files=",
+        f"--config.data.validation_files={text_glob}",
+    )
+    assert "BrierLM" in out and "floor" not in out

@@ -1,0 +1,444 @@
+"""The documented commands end to end on a tiny recipe: output, files, resuming after signals and kills, and errors."""
+
+import json
+import os
+import pathlib
+import re
+import resource
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests.workdirs import STAGES, assert_same_bits, evaluate, metrics, run, start, train
+
+
+@pytest.mark.slow
+def test_a_run_prints_its_table_and_writes_its_files(finished):
+    workdir, printed = finished
+    for part in ("autoencoder", "language model", "BrierLM", "floor", "calm_jax.generate"):
+        assert part in printed
+    for name in ("config.json", "metrics.jsonl", "samples.txt", "results.json", "tensorboard"):
+        assert (workdir / name).exists()
+    records = metrics(workdir)
+    assert {record["stage"] for record in records} == {"autoencoder", "lm"}
+    assert {record["split"] for record in records} == {"train", "validation", "validation_part"}
+    keys = [(record["stage"], record["split"], record["step"]) for record in records]
+    assert len(keys) == len(set(keys))
+    assert (workdir / "samples.txt").read_text().count("--- prompt") == 4
+    assert list((workdir / "tensorboard" / "lm").iterdir())
+
+
+@pytest.mark.slow
+def test_a_second_call_on_a_finished_run_changes_nothing(finished, text_glob):
+    workdir, _ = finished
+    before = (workdir / "metrics.jsonl").read_bytes()
+    assert "nothing to do" in train(text_glob, workdir)
+    assert (workdir / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_the_same_command_twice_gives_the_same_bits(finished, text_glob, tmp_path):
+    workdir, _ = finished
+    train(text_glob, tmp_path / "run")
+    assert metrics(tmp_path / "run") == metrics(workdir)
+    assert_same_bits(tmp_path / "run", workdir)
+
+
+def kill_and_finish(recipe: str, workdir: pathlib.Path, kill_after: dict[str, int]) -> str:
+    """Kills a run once in each stage, soon after the given step, then lets it finish; returns what the last call printed."""
+    rng = np.random.default_rng(1)
+    command = (
+        "calm_jax.main",
+        f"--config=tests/tiny_recipe.py:{recipe}",
+        f"--workdir={workdir}",
+        # Often, so that there is a checkpoint to resume from.
+        "--config.autoencoder.training.checkpoint_every=2",
+        "--config.lm.training.checkpoint_every=2",
+    )
+    for stage, after in kill_after.items():
+        process = start(*command)
+        for line in process.stdout:
+            if re.match(rf"{stage}: step {after}/", line):
+                break
+        time.sleep(rng.uniform(0, 0.05))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    return run(*command)
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_steps_resumes_to_the_same_bits(finished, text_glob, tmp_path):
+    workdir = tmp_path / "run"
+    rng = np.random.default_rng(1)
+    steps = {stage: int(rng.integers(1, 3)) * 4 for stage in STAGES}
+    kill_and_finish(text_glob, workdir, steps)
+    assert_same_bits(workdir, finished[0])
+    assert metrics(workdir) == metrics(finished[0])
+
+
+@pytest.mark.slow
+def test_sigterm_saves_a_checkpoint_and_ends_with_status_75(finished, text_glob, tmp_path):
+    workdir = tmp_path / "run"
+    recipe = (
+        "calm_jax.main",
+        f"--config=tests/tiny_recipe.py:{text_glob}",
+        f"--workdir={workdir}",
+    )
+    process = start(*recipe)
+    for line in process.stdout:
+        if line.startswith("autoencoder: step 4/"):
+            break
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
+    assert process.returncode == 75
+    message = re.search(r"interrupted: SIGTERM: stage autoencoder is saved at step (\d+); .*", err)
+    assert (workdir / "autoencoder" / message[1]).is_dir()
+    run(*recipe)
+    assert_same_bits(workdir, finished[0])
+    assert metrics(workdir) == metrics(finished[0])
+
+
+@pytest.mark.slow
+def test_evaluation_measures_the_accuracy_diversity_plane(finished):
+    record = evaluate(
+        finished[0],
+        "--config.eval.num_samples=8",
+        "--config.eval.temperatures=(1.0,0.5)",
+        "--config.eval.samplers=('pooled','noise')",
+        "--config.eval.plane_contexts=8",
+        "--config.eval.candidates=(8,)",
+    )
+    assert record["eval"]["num_samples"] == 8
+    points = record["plane"]["points"]
+    assert [point["sampler"] for point in points] == ["model", "pooled", "noise"]
+    assert [point["draws"] for point in points] == [1, pytest.approx(32, abs=16), 1]
+    assert all(0 <= point["accuracy"] <= 100 and point["seconds"] > 0 for point in points)
+    assert (finished[0] / "plane.png").read_bytes().startswith(b"\x89PNG")
+    assert 0 < record["autoencoder"]["token_accuracy_from_mean"] <= 1
+
+
+# --- Other heads and chunk sizes
+
+# Other heads and chunk sizes than the energy head with K = 4, which the other tests train.
+VARIANTS = ["head=diffusion,k=1", "k=2", "head=flow,k=3", "head=flow,k=8", "k=16", "head=softmax"]
+
+
+@pytest.fixture(scope="session")
+def variant_runs(text_glob, tmp_path_factory):
+    """A function from a variant to the workdir of an uninterrupted run, trained on first use."""
+    folder, made = tmp_path_factory.mktemp("variants"), {}
+
+    def workdir_of(variant: str) -> pathlib.Path:
+        if variant not in made:
+            made[variant] = folder / variant
+            train(f"{text_glob},{variant}", made[variant])
+        return made[variant]
+
+    return workdir_of
+
+
+def assert_finite(values: dict) -> None:
+    for name, value in values.items():
+        # BrierLM is 0, without a standard error, where one of its factors is not positive.
+        if not isinstance(value, str) and not (name == "brierlm_error" and values["brierlm"] == 0):
+            assert value is not None and np.isfinite(value), (name, values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_head_and_chunk_size_trains_evaluates_and_generates(variant, variant_runs):
+    workdir = variant_runs(variant)
+    has_autoencoder = variant != "head=softmax"
+    results = json.loads((workdir / "results.json").read_text())
+    assert ("autoencoder" in results) == (workdir / "autoencoder").exists() == has_autoencoder
+    assert results["lm"]["step"] == 12 and {"lm", "floor"} <= set(results)
+    for values in results.values():
+        assert_finite(values)
+
+    record = evaluate(workdir)
+    for name in ("equal_context", "equal_context_floor"):
+        assert_finite(record[name])
+    assert ("autoencoder" in record) == has_autoencoder
+    for part in ("lm", "floor", "autoencoder")[: 2 + has_autoencoder]:
+        again = {k: v for k, v in record[part].items() if k != "seconds"}
+        assert again == {k: results[part][k] for k in again}
+
+    prompts = ("def ", "class ", "")
+    command = ["calm_jax.generate", f"--workdir={workdir}", "--temperature=1", "--max_tokens=20"]
+    # With K = 16 the text is longer than the context of two chunks.
+    slide = "--long_context=slide"
+    text = run(*command, slide, *(f"--prompt={prompt}" for prompt in prompts))
+    assert text.startswith("def ") and "\nclass " in text
+    # There is more text than the prompts and the empty lines between them.
+    assert len(text) > sum(len(prompt) + 2 for prompt in prompts)
+
+
+@pytest.mark.slow
+def test_a_killed_baseline_run_resumes_to_the_same_bits(variant_runs, text_glob, tmp_path):
+    uninterrupted = variant_runs("head=softmax")
+    # At step 8 the checkpoint of step 4 is complete, because the save of step 6 waited for it.
+    out = kill_and_finish(f"{text_glob},head=softmax", tmp_path / "run", {"lm": 8})
+    assert re.search(r"lm: resumed at step [468]\n", out)
+    assert_same_bits(tmp_path / "run", uninterrupted, ("lm",))
+    assert metrics(tmp_path / "run") == metrics(uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_baseline_supports_temperatures_of_0_and_above_1_and_top_p(variant_runs):
+    command = ("calm_jax.generate", f"--workdir={variant_runs('head=softmax')}", "--prompt=def ")
+    greedy = [run(*command, "--temperature=0", f"--seed={seed}") for seed in (0, 1)]
+    assert greedy[0] == greedy[1]
+    # A top_p this small leaves only the likeliest token.
+    assert run(*command, "--temperature=2", "--top_p=1e-6") == greedy[0]
+    assert run(*command, "--temperature=2").startswith("def ")
+    error = run(*command, "--sampler=batch", status=2)
+    assert "--sampler=batch has no meaning for lm.head.name='softmax'" in error
+
+
+@pytest.mark.slow
+def test_evaluation_refuses_a_context_longer_than_every_document(variant_runs):
+    workdir = variant_runs("head=softmax")
+    error = run(
+        "calm_jax.main",
+        "--mode=eval",
+        f"--config=configs/workdir.py:{workdir}",
+        "--config.eval.context_tokens=90000",
+        "--config.eval.block_tokens=100000",
+        status=2,
+    )
+    assert "eval.context_tokens=90000: nothing to score after so much context" in error
+
+
+@pytest.mark.slow
+def test_evaluation_does_not_depend_on_the_batch_size(finished):
+    workdir, _ = finished
+    in_training = json.loads((workdir / "results.json").read_text())
+    record = evaluate(workdir, "--config.eval.batch_size=3")
+    for stage in ("autoencoder", "lm", "floor"):
+        for name, value in record[stage].items():
+            if name == "seconds":
+                continue
+            expected = in_training[stage][name]
+            assert value == expected or value == pytest.approx(expected, rel=1e-5), (stage, name)
+
+
+@pytest.mark.slow
+def test_a_text_depends_on_the_seed_and_not_on_other_prompts(finished, tmp_path):
+    workdir, _ = finished
+    command = ("calm_jax.generate", f"--workdir={workdir}", "--max_tokens=6", "--temperature=1")
+    alone = run(*command, "--prompt=def ", "--seed=3")
+    assert alone.startswith("def ")
+    assert run(*command, "--prompt=def ", "--seed=3") == alone
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def \nclass Value(x\n")
+    both = run(*command, f"--prompts_file={prompts}", "--seed=3")
+    assert both.startswith(alone) and "\n\nclass Value(x" in both
+    assert run(*command, "--prompt=def ", "--seed=4") != alone
+
+
+@pytest.mark.slow
+def test_generation_writes_one_object_for_each_prompt(finished, tmp_path):
+    """The documented command, at T < 1."""
+    output = tmp_path / "texts.jsonl"
+    command = ("calm_jax.generate", f"--workdir={finished[0]}", f"--output={output}")
+    options = (
+        "--prompt=def ",
+        "--prompt=",
+        "--temperature=0.5",
+        "--max_tokens=6",
+        "--max_draws=32",
+    )
+    out = run(*command, *options)
+    assert re.fullmatch(
+        re.escape(f"{output}: 2 texts; temperature 0.5, sampler pooled: ")
+        + r"[\d.]+ draws a chunk, \d of \d chunks not exact\n",
+        out,
+    )
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["prompt"] for record in records] == ["def ", ""]
+    assert all(len(record["tokens"]) == 6 or record["finish"] == "eos" for record in records)
+    before = output.read_bytes()
+    assert "is there already" in run(*command, *options, status=2)
+    assert output.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_autoencoder_checkpoint_takes_the_autoencoder_of_another_workdir(
+    finished, text_glob, tmp_path
+):
+    workdir, _ = finished
+    option = f"--config.autoencoder.checkpoint={workdir}"
+    out = train(text_glob, tmp_path / "run", option)
+    assert "autoencoder: step" not in out
+    assert_same_bits(tmp_path / "run", workdir)
+    error = train(
+        text_glob,
+        tmp_path / "other",
+        option,
+        "--config.autoencoder.model.latent_size=4",
+        status=2,
+    )
+    assert "autoencoder.model.latent_size=8" in error
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_stage_two_refuses_an_inaccurate_autoencoder(finished, text_glob):
+    workdir, _ = finished
+    error = train(
+        text_glob,
+        workdir,
+        "--config.lm.training.num_steps=13",
+        "--config.autoencoder.min_accuracy=0.98",
+        status=2,
+    )
+    assert "autoencoder.min_accuracy=0.98" in error
+
+
+@pytest.mark.slow
+def test_a_finished_run_trains_more_language_model_steps_but_no_autoencoder_steps(
+    finished, text_glob, tmp_path
+):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished[0], workdir)
+    error = train(text_glob, workdir, "--config.autoencoder.training.num_steps=20", status=2)
+    assert "must not change under it" in error
+    out = train(text_glob, workdir, "--config.lm.training.num_steps=14")
+    assert "lm: resumed at step 12" in out and "step 14, trained" in out
+    assert (workdir / "lm" / "14").is_dir()
+
+
+@pytest.mark.slow
+def test_training_refuses_another_runs_config_and_folders_that_are_no_workdir(
+    finished, text_glob, tmp_path
+):
+    workdir, _ = finished
+    changed = {
+        "--config.lm.model.num_layers=3": "lm.model.num_layers=2",
+        "--config.tokenizer.kind=sentencepiece": "tokenizer.kind='bytes'",
+        "--config.lm.data.append_eos=False": "lm.data.append_eos=True",
+        "--config.data.train_files=*.md": "data.train_files=",
+    }
+    for option, stored in changed.items():
+        assert stored in train(text_glob, workdir, option, "--config.seed=0", status=2)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("years of work")
+    for option in ("--overwrite", "--nooverwrite"):
+        assert "no workdir of calm_jax" in train(text_glob, foreign, option, status=2)
+    assert (foreign / "thesis.tex").exists()
+    (tmp_path / "file").write_text("")
+    assert "is a file" in train(text_glob, tmp_path / "file", status=2)
+    assert "cannot be written" in train(text_glob, tmp_path / "file" / "below", status=2)
+
+
+@pytest.mark.slow
+def test_a_run_refuses_to_resume_on_changed_text(text_glob, tmp_path):
+    (tmp_path / "text").mkdir()
+    for path in pathlib.Path(text_glob).parent.iterdir():
+        (tmp_path / "text" / path.name).write_text(path.read_text())
+    glob = f"{tmp_path}/text/*.txt"
+    options = ("--config.stage=autoencoder", "--config.autoencoder.training.num_steps=2")
+    train(glob, tmp_path / "run", *options)
+    (tmp_path / "text" / "0.txt").write_text("something else " * 100)
+    error = train(glob, tmp_path / "run", "--config.stage=autoencoder", status=2)
+    assert "text has changed" in error
+    train(glob, tmp_path / "run", *options, "--overwrite")
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_last_complete_checkpoint(finished, text_glob, tmp_path):
+    """A limit on the size of files stands in for a full disk."""
+    workdir = tmp_path / "run"
+    options = ("--config.stage=autoencoder", "--config.autoencoder.training.num_steps=6")
+    train(text_glob, workdir, *options)
+    # The limit would break the compilation cache, too.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION")}
+    process = start(
+        "calm_jax.main",
+        f"--config=tests/tiny_recipe.py:{text_glob}",
+        f"--workdir={workdir}",
+        env=environment,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000)),
+    )
+    _, err = process.communicate()
+    assert process.returncode == 2
+    # TensorStore's threads print tracebacks at the same time, even on the same line.
+    error = re.search(r"error: .*", err)[0]
+    assert "could not be written" in error and "step 6" in error
+    train(text_glob, workdir)
+
+
+@pytest.mark.slow
+def test_profile_writes_a_trace(text_glob, tmp_path):
+    out = train(
+        text_glob,
+        tmp_path / "run",
+        "--config.stage=autoencoder",
+        "--config.autoencoder.training.num_steps=4",
+        "--profile=2:3",
+    )
+    assert "profile up to step 3" in out
+    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+
+
+@pytest.mark.slow
+def test_overwrite_deletes_only_files_of_runs(finished, text_glob, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"architectures": ["Llama"]}')
+    (model / "weights.bin").write_text("months of work")
+    assert "error: " in train(text_glob, model, "--overwrite", status=2)
+    assert (model / "weights.bin").exists()
+    workdir = tmp_path / "run"
+    shutil.copytree(finished[0], workdir)
+    (workdir / "thesis.tex").write_text("years of work")
+    assert "would delete" in train(text_glob, workdir, "--overwrite", status=2)
+    assert (workdir / "thesis.tex").exists() and (workdir / "lm" / "12").is_dir()
+
+
+@pytest.mark.slow
+def test_the_autoencoder_of_a_trained_language_model_cannot_be_replaced(
+    finished, text_glob, tmp_path
+):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished[0], workdir)
+    option = f"--config.autoencoder.checkpoint={finished[0]}"
+    more = "--config.lm.training.num_steps=13"
+    assert "autoencoder.checkpoint=''" in train(text_glob, workdir, option, more, status=2)
+    itself = f"--config.autoencoder.checkpoint={workdir}"
+    assert "is the workdir itself" in train(text_glob, workdir, itself, "--overwrite", status=2)
+    assert (workdir / "autoencoder" / "12").is_dir()
+
+
+@pytest.mark.slow
+def test_a_damaged_file_of_a_workdir_is_named_and_damaged_metrics_are_repaired(
+    finished, text_glob, tmp_path
+):
+    more = "--config.lm.training.num_steps=13"
+    damages = {
+        "corpus.json": lambda path: path.unlink(),
+        "config.json": lambda path: path.write_text("{}"),
+        "lm/12/params": shutil.rmtree,
+        "tokenizer/description.json": lambda path: path.write_text("[]"),
+    }
+    for number, (name, damage) in enumerate(damages.items()):
+        workdir = tmp_path / str(number)
+        shutil.copytree(finished[0], workdir)
+        damage(workdir / name)
+        assert "cannot be read" in (error := train(text_glob, workdir, more, status=2)) or (
+            "lacks the key" in error or "no readable tokenizer" in error
+        ), (name, error)
+    workdir = tmp_path / "metrics"
+    shutil.copytree(finished[0], workdir)
+    with open(workdir / "metrics.jsonl", "ab") as lines:
+        lines.write(b'5\n\xff\xfe\n{"stage": "lm", "spl')
+    shutil.rmtree(workdir / "lm")
+    (workdir / "results.json").write_text("")
+    train(text_glob, workdir)
+    assert_same_bits(workdir, finished[0])
+    assert metrics(workdir) == metrics(finished[0])

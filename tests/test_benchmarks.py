@@ -1,0 +1,322 @@
+"""`python -m benchmarks`: medians, ratios to earlier results, the published code in turn, and the command itself."""
+
+import dataclasses
+import json
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import measure, peer, results
+from benchmarks.measure import Options
+from benchmarks.suites import evaluate, generate, startup, train
+from calm_jax.config import resolve
+from calm_jax.data.tokenizers import Vocabulary
+from calm_jax.errors import UserError
+from configs import ar_s, bench_small
+from tests.workdirs import run
+
+TINY = "--config=tests/tiny_recipe.py:nothing"
+
+
+def options(**changes: Any) -> Options:
+    """The command's defaults, with changes."""
+    return dataclasses.replace(
+        Options(
+            tree=bench_small.get_config(),
+            stage="",
+            repeats=3,
+            seconds=60.0,
+            rounds=1,
+            samplers=("pooled", "published"),
+            batches=(1, 8),
+            new_tokens=256,
+            workdir="",
+        ),
+        **changes,
+    )
+
+
+# --- Timing
+
+
+def test_calls_end_with_the_repeats_or_with_the_time(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
+    assert measure.timed(lambda: None, 4) == [1, 1, 1, 1]
+    assert measure.timed(lambda: None, 4, limit=1.5) == [1, 1]
+    assert measure.timed(lambda: None, 4, limit=0) == [1]
+
+
+def test_a_record_has_the_median_and_the_range():
+    one = measure.record("train", "calm", [0.004, 0.001, 0.002], tokens_per_s=5.0)
+    assert (one["ms"], one["fastest_ms"], one["slowest_ms"], one["runs"]) == (2, 1, 4, 3)
+    assert (one["suite"], one["case"], one["tokens_per_s"]) == ("train", "calm", 5)
+
+
+def test_the_first_call_is_apart(monkeypatch):
+    """The clock: 10 s for the first call, 2 s for each later one; the product has its own test."""
+    monkeypatch.setattr(measure, "product_rate", lambda dtype: 1e9)
+    now = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+
+    def call() -> None:
+        now[0] += 2 if now[0] else 10
+
+    one = measure.measured("train", "calm", call, options(), tokens=100, dtype="float32")
+    assert (one["ms"], one["runs"], one["compile_s"], one["tokens_per_s"]) == (2000, 3, 8, 50)
+    assert now[0] == 10 + 2 + 3 * 2
+    # Two devices share 4 GFLOP; each would compute 2 GFLOP in the two seconds.
+    counted = measure.with_flops(one | {"devices": 2}, 4e9)
+    assert counted["flops_per_s"] == 2e9 and counted["share"] == 1
+    assert math.isnan(counted["mfu"])
+
+
+def test_random_tokens_are_all_but_the_pad():
+    tokens = measure.random_tokens(Vocabulary(7, 3), 10, 100)
+    assert tokens.shape == (10, 100) and tokens.dtype == np.int32
+    assert set(tokens.flatten()) == {0, 1, 2, 4, 5, 6}
+
+
+def test_the_rate_of_a_product_is_its_flops_over_the_median_time(monkeypatch):
+    monkeypatch.setattr(measure, "timed", lambda run, repeats, limit=0: [0.5, 0.25, 1.0])
+    assert measure.product_rate("float32") == 2 * 2048 * 256 * 688 / 0.5
+
+
+# --- The suites' cases
+
+
+def test_train_has_every_task_and_head():
+    assert list(train.cases(options())) == ["calm", "calm-diffusion", "calm-flow", "ae", "ar"]
+    assert list(train.cases(options(stage="autoencoder"))) == ["autoencoder"]
+    assert list(train.cases(options(tree=ar_s.get_config()))) == ["ar"]
+
+
+def test_every_variant_of_a_recipe_is_valid():
+    """Also of one with settings that the baseline refuses."""
+    tree = bench_small.get_config()
+    tree.eval.skip_last_start, tree.stage = True, "lm"
+    tree.autoencoder.checkpoint = "elsewhere"
+    for head in ("energy", "diffusion", "flow", "softmax"):
+        config = resolve(train.variant(tree, f"head={head}"))
+        assert config.lm.head.name == head and config.lm.model == resolve(tree).lm.model
+    assert tree.lm.head.name == "energy" and tree.chunk_size == 4
+
+
+def test_generation_has_a_sampler_only_where_there_is_a_choice():
+    assert list(generate.cases(options())) == [
+        "gen:1:1",
+        "gen:1:8",
+        "gen:0.5:1:pooled",
+        "gen:0.5:1:published",
+        "gen:0.5:8:pooled",
+        "gen:0.5:8:published",
+    ]
+    softmax = options(tree=bench_small.get_config("head=softmax"), batches=(1,))
+    assert list(generate.cases(softmax)) == ["gen:1:1", "gen:0.5:1"]
+
+
+def test_generation_beyond_the_context_is_refused_before_the_first_case():
+    assert len(generate.cases(options(new_tokens=480))) == 6
+    with pytest.raises(UserError, match=r"--new_tokens=481: .* lm\.data\.block_tokens=512"):
+        generate.cases(options(new_tokens=481))
+
+
+def test_evaluation_has_both_chunk_sizes_and_the_baseline():
+    assert list(evaluate.cases(options())) == ["eval:k=4", "eval:k=1", "eval:softmax"]
+    assert list(evaluate.cases(options(tree=ar_s.get_config()))) == ["eval:softmax"]
+
+
+def test_startup_alternates_an_empty_and_a_full_cache(monkeypatch):
+    seen = []
+
+    def process(stage, cache):
+        warm = any(cache.iterdir())
+        (cache / "program").touch()
+        seen.append(warm)
+        return {
+            "seconds": dict.fromkeys(("import", "state", "compile", "step"), 3.0 - warm),
+            "rss_mb": 10.0 * len(seen),
+        }
+
+    monkeypatch.setattr(startup, "_process", process)
+    found = startup.cases(options(rounds=2))["startup:lm"]()
+    assert seen == [False, True, False, True]
+    times = {one["case"]: (one["ms"], one["rss_mb"]) for one in found}
+    assert len(times) == 8
+    assert times["startup:lm:compile-cold"] == (3000, 30)
+    assert times["startup:lm:compile-warm"] == (2000, 40)
+
+
+# --- Earlier results
+
+
+def result(case: str, ms: float, **values: float) -> dict[str, Any]:
+    return {"suite": "train", "case": case, "ms": ms, **values}
+
+
+def test_a_ratio_above_1_is_faster_and_larger():
+    old = [result("calm", 30.0, rss_mb=100.0), result("ae", 5.0), result("gone", 1.0)]
+    new = [result("calm", 20.0, rss_mb=50.0), result("ae", 10.0, rss_mb=50.0), result("new", 1.0)]
+    assert results.ratios(new, old) == {
+        "calm": {"speed": 1.5, "memory": 0.5},
+        "ae": {"speed": 0.5},
+    }
+
+
+def test_results_come_back_with_null_for_what_is_not_known(tmp_path):
+    path = tmp_path / "results.json"
+    results.write(path, {"commit": "abc"}, [result("calm", 2.0, mfu=math.nan)])
+    [one] = results.read(path)["results"]
+    assert one == result("calm", 2.0) | {"mfu": None}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"results": [{"case": "a"}]}', '{"results": [{"case": "a", "ms": 0}]}']
+)
+def test_other_files_are_refused_in_one_line(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"--compare=.*other.json") as refusal:
+        results.read(path)
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(UserError, match="cannot be read"):
+        results.read(tmp_path / "missing.json")
+
+
+def test_differences_name_machine_versions_and_keys():
+    old = {"jax": "0.10.2", "cores": 2, "config": {"lm": {"a": 1}}, "options": {"repeats": 3}}
+    new = {"jax": "0.10.3", "cores": 2, "config": {"lm": {"a": 2}}, "options": {"repeats": 3}}
+    assert results.differences(old, old) == []
+    assert results.differences(new, old) == ["jax: 0.10.2 -> 0.10.3", "config.lm.a: 1 -> 2"]
+
+
+def test_files_without_a_common_case_are_refused(tmp_path):
+    ours, theirs = {"results": [result("a", 1.0)]}, {"results": [result("b", 1.0)]}
+    with pytest.raises(UserError, match="has none of the cases"):
+        results.print_ratios(ours, theirs, tmp_path)
+
+
+# --- The published code in turn
+
+# A program in the place of the one that times the published code.
+BENCH = """
+import json, os, sys
+print("a warning")
+if sys.argv[1] == "ar": sys.exit("no ar here")
+print(json.dumps({"ms": 2.5 * int(sys.argv[2]), "rss_mb": len(os.environ["PEER"]), "all": []}))
+"""
+
+
+def stand_in(tmp_path, **changes: str) -> peer.Peer:
+    (tmp_path / "bench.py").write_text(BENCH)
+    values = {"python": sys.executable, "bench": str(tmp_path / "bench.py"), "exported": ""}
+    return peer.Peer(folder=str(tmp_path), **values | changes)
+
+
+def test_both_sides_run_in_turn_and_their_medians_are_compared():
+    calls = []
+    of_theirs, of_ours = iter([4.0, 100.0, 6.0]), iter([3.0, 2.0, 1.0])
+
+    def theirs(case):
+        calls.append(f"their {case}")
+        return {"ms": next(of_theirs), "rss_mb": 7.0}
+
+    def ours(case):
+        calls.append(f"our {case}")
+        return {"ms": next(of_ours), "rss_mb": float(len(calls))}
+
+    [one] = peer.alternate({"calm": ["calm"]}, 3, theirs, ours)
+    assert calls == ["their calm", "our calm"] * 3
+    assert (one["ms"], one["peer_ms"], one["ratio"]) == (2, 6, 3)
+    assert (one["rss_mb"], one["peer_rss_mb"]) == (6, 7)
+    assert one["rounds_ms"] == [3, 2, 1] and one["peer_rounds_ms"] == [4, 100, 6]
+
+
+def test_the_published_program_gets_case_repetitions_and_folder(tmp_path):
+    run_theirs = peer.theirs(stand_in(tmp_path), repeats=4)
+    assert run_theirs("calm") == {"ms": 10, "rss_mb": len(str(tmp_path))}
+    with pytest.raises(UserError, match="--peer_bench, case ar, ended with status 1: no ar here"):
+        run_theirs("ar")
+
+
+@pytest.mark.parametrize("printed", ["", "12 ms", "{}", '{"ms": null, "rss_mb": 1}', "[1]"])
+def test_another_output_of_the_published_program_is_refused(printed):
+    with pytest.raises(UserError, match="case calm: its last line must be JSON"):
+        peer.parse("calm", printed)
+
+
+def test_a_peer_that_is_not_there_is_refused(tmp_path):
+    for name in ("python", "bench"):
+        with pytest.raises(UserError, match=f"--peer_{name}=nowhere is no file"):
+            stand_in(tmp_path, **{name: "nowhere"})
+    with pytest.raises(UserError, match="--exported=nowhere is no folder"):
+        stand_in(tmp_path, exported="nowhere")
+
+
+def test_generation_is_compared_with_the_same_model(tmp_path, monkeypatch):
+    both = ("train", "generate")
+    chosen = peer.cases(both, stand_in(tmp_path), options())
+    assert chosen == {name: [name] for name in ("calm", "ae", "ar")}
+    exported = stand_in(tmp_path, exported=str(tmp_path))
+    with pytest.raises(UserError, match="needs --workdir=DIR"):
+        peer.cases(both, exported, options())
+    monkeypatch.setattr(generate, "config_of", lambda options: resolve(options.tree))
+    assert peer.cases(("generate",), exported, options(workdir="a run", batches=(8,))) == {
+        f"gen:1:8:256:{tmp_path}": ["gen:1:8"],
+        f"gen:0.5:8:256:{tmp_path}": ["gen:0.5:8:pooled", "gen:0.5:8:published"],
+    }
+
+
+# --- The command
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--suite=train,play"], "--suite=play is none of"),
+        (["--case=nothing"], "--case=nothing is none of calm, calm-diffusion"),
+        (["--peer_bench=b.py"], "--peer_bench=b.py needs --peer=DIR"),
+        (["--config.lm.nothing=1"], "--config.lm.nothing: config.lm has no key 'nothing'"),
+    ],
+)
+def test_bad_flags_are_one_line(words, message):
+    assert run("benchmarks", *words, status=2).startswith(f"error: {message}")
+
+
+@pytest.mark.slow
+def test_training_is_timed_and_compared(tmp_path):
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    out = run("benchmarks", "--suite=train", TINY, "--repeats=2", f"--output={first}")
+    found = json.loads(first.read_text())
+    names = ["calm", "calm-diffusion", "calm-flow", "ae", "ar"]
+    assert [one["case"] for one in found["results"]] == names
+    assert all(name in out for name in names)
+    for one in found["results"]:
+        assert one["runs"] == 2 and one["fastest_ms"] <= one["ms"] <= one["slowest_ms"]
+        # A batch of 4 blocks of 32 tokens.
+        assert one["tokens_per_s"] == pytest.approx(128e3 / one["ms"])
+        assert one["flops_per_s"] == pytest.approx(one["flops"] * 1e3 / one["ms"])
+        assert one["rss_mb"] > 100 and one["mfu"] is None
+    assert {"date", "commit", "python", "jax", "jaxlib", "cpu", "cores", "device"} < set(found)
+    small = ["--suite=train", "--case=ae", TINY, "--repeats=1"]
+    out = run("benchmarks", *small, f"--output={second}", f"--compare={first}")
+    [one] = json.loads(second.read_text())["results"]
+    assert "speed, new / old" in out and "differs: options.repeats: 2 -> 1" in out
+    assert f"{found['results'][3]['ms'] / one['ms']:.3f}" in out
+
+
+@pytest.mark.slow
+def test_generation_and_evaluation_are_timed(tmp_path):
+    output = tmp_path / "results.json"
+    sizes = ["--config.lm.data.block_tokens=64", "--batches=2", "--new_tokens=16", "--repeats=1"]
+    cases = "--case=gen:1:2,gen:0.5:2:pooled,eval:k=4"
+    run("benchmarks", "--suite=generate,eval", cases, TINY, *sizes, f"--output={output}")
+    at_1, at_half, evaluation = json.loads(output.read_text())["results"]
+    assert (at_1["draws"], evaluation["case"]) == (1, "eval:k=4")
+    assert at_half["draws"] > 1 and at_half["flops"] > at_1["flops"]
+    for one in (at_1, at_half):
+        assert one["tokens_per_s"] == pytest.approx(2 * 16e3 / one["ms"])
+        assert one["first_chunk_ms"] > 0

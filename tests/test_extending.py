@@ -1,0 +1,116 @@
+"""A head and a sampler that are added from outside the package, as docs/architecture.md describes, train and generate."""
+
+import dataclasses
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calm_jax import Generator
+from calm_jax.build import make_autoencoder_task, make_lm_task
+from calm_jax.config import as_dict, resolve
+from calm_jax.cost import flops
+from calm_jax.data.tokenizers import ByteTokenizer
+from calm_jax.errors import UserError
+from calm_jax.losses import energy_score
+from calm_jax.models.heads import LATENT_HEADS
+from calm_jax.parallel.mesh import MeshConfig, make_mesh
+from calm_jax.sampling import SAMPLERS
+from calm_jax.sampling.search import finished, nothing
+from calm_jax.training.optimizer import make_optimizer
+from calm_jax.training.step import init_state, jit_step, make_step
+from tests import tiny_recipe
+from tests.tiny_model import random_params
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussianHeadConfig:
+    """`config.lm.head` of the toy head."""
+
+    name: str
+    num_samples: int
+
+
+class GaussianHead(nn.Module):
+    """A Gaussian around a linear map of the hidden state, trained by the energy score."""
+
+    config: GaussianHeadConfig
+    hidden_size: int
+    latent_size: int
+    norm_epsilon: float
+    dtype: jnp.dtype
+
+    def setup(self):
+        self.mean = nn.Dense(self.latent_size, dtype=self.dtype)
+
+    def sample(self, h_PD, num_draws, key_P, noise_scale):
+        shape = (num_draws, self.latent_size)
+        noise_PNZ = jax.vmap(lambda key: jax.random.normal(key, shape))(key_P)
+        return self.mean(h_PD)[:, None] + noise_scale * noise_PNZ
+
+    def loss(self, h_PD, posterior, key_P):
+        draws_PNZ = self.sample(h_PD, self.config.num_samples, key_P, 1)
+        return -energy_score(draws_PNZ, posterior, jnp.zeros_like(draws_PNZ), beta=1)
+
+
+def mean_sampler(model, h_BD, key_B, active_B, config):
+    """A toy sampler: the draw without noise, whatever the temperature."""
+    found = nothing(model, h_BD, key_B, active_B)
+    latent_B1Z = model.latents(h_BD, 1, key_B, 0)
+    return finished(model, found._replace(latent=latent_B1Z[:, 0]), active_B)
+
+
+@pytest.fixture
+def extended(monkeypatch):
+    """The tiny recipe with the toy head and the toy sampler."""
+    monkeypatch.setitem(LATENT_HEADS, "gaussian", (GaussianHead, GaussianHeadConfig))
+    monkeypatch.setitem(SAMPLERS, "mean", mean_sampler)
+    tree = tiny_recipe.get_config("nowhere/*.txt,k=4")
+    tree.lm.head = {"name": "gaussian", "num_samples": 3}
+    tree.sample.sampler = "mean"
+    tree.sample.temperature = 0.5
+    return tree
+
+
+def test_an_added_head_trains_and_an_added_sampler_generates(extended):
+    config, tokenizer = resolve(extended), ByteTokenizer(b"")
+    assert resolve(as_dict(config)) == config
+    task = make_lm_task(config, tokenizer, config.eval.published)
+    frozen = {"params": random_params(make_autoencoder_task(config, tokenizer), seed=1)}
+    tokens_BT = np.random.default_rng(0).integers(0, 256, (4, 32)).astype(np.int32)
+    batch = {"tokens": tokens_BT, "targets": tokens_BT}
+    optimizer = make_optimizer(config.lm.optimizer, num_steps=20)
+    mesh = make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
+    key = jax.random.key(0)
+    with jax.set_mesh(mesh):
+        state = init_state(task, optimizer, frozen, batch, key, mesh)
+        update = make_step(task, optimizer, config.lm.training, key, tokenizer.pad_id)
+        step = jit_step(update, state, mesh)
+        losses = []
+        for _ in range(20):
+            before = float(state.metrics["loss"][0])
+            state = step(state, frozen, batch)
+            fresh = int(state.step) % config.lm.training.log_every == 1
+            losses.append(float(state.metrics["loss"][0]) - (0 if fresh else before))
+    assert losses[-1] < losses[0]
+
+    generator = Generator(task, state.params, frozen, tokenizer, config)
+    texts = [generator.generate(["abcd"], seed=seed)[0].tokens for seed in (0, 1)]
+    # The toy sampler has no noise, so that the seed makes no difference.
+    assert texts[0] == texts[1] != []
+
+
+def test_the_cost_of_an_added_head_is_unknown_and_not_wrong(extended):
+    assert math.isnan(flops.training(resolve(extended), "lm", 259))
+
+
+def test_without_their_entries_both_are_refused(extended, monkeypatch):
+    monkeypatch.delitem(SAMPLERS, "mean")
+    with pytest.raises(UserError, match="sampler='mean' is none of pooled"):
+        resolve(extended)
+    monkeypatch.delitem(LATENT_HEADS, "gaussian")
+    with pytest.raises(UserError, match=r"lm\.head\.name='gaussian' is none of energy"):
+        resolve(extended)

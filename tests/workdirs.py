@@ -1,0 +1,100 @@
+"""Helpers that run the commands of the package as subprocesses, and read the workdirs that they write."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+ROOT = pathlib.Path(__file__).parent.parent
+WORDS = [
+    "def",
+    "class",
+    "return",
+    "import",
+    "self",
+    "value",
+    "name",
+    "for",
+    "in",
+    "if",
+    "not",
+    "None",
+    "True",
+    "x",
+    "y",
+    "(",
+    ")",
+    ":",
+    "=",
+    ".",
+    "\n",
+]
+STAGES = ("autoencoder", "lm")
+
+
+def start(*args: str, **popen) -> subprocess.Popen:
+    """Starts `python -m ARGS`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *args],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **popen,
+    )
+
+
+def run(*args: str, status: int = 0, **popen) -> str:
+    """Runs `python -m ARGS`, which must end with `status`. Returns stdout, or for another status than 0 the line of error."""
+    process = start(*args, **popen)
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == status, out + err
+    if not status:
+        return out
+    assert "Traceback" not in out + err
+    lines = [line for line in err.splitlines() if line.startswith(("error: ", "interrupted: "))]
+    assert len(lines) == 1, err
+    return lines[0]
+
+
+def train(text_glob: str, workdir, *args: str, **options) -> str:
+    """Trains the tiny recipe. `text_glob` may have config arguments after it, as in `GLOB,head=flow`."""
+    recipe = f"--config=tests/tiny_recipe.py:{text_glob}"
+    return run("calm_jax.main", recipe, f"--workdir={workdir}", *args, **options)
+
+
+def metrics(workdir: pathlib.Path) -> list[dict]:
+    """The records of metrics.jsonl without times and rates."""
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    timing = ("seconds", "tokens_per_second")
+    return [{k: v for k, v in record.items() if k not in timing} for record in records]
+
+
+def params(workdir: pathlib.Path, stage: str, step: int = 12) -> dict:
+    """The parameters in a checkpoint."""
+    path = workdir / stage / str(step) / "params"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(path.resolve())
+
+
+def assert_same_bits(ours: pathlib.Path, theirs: pathlib.Path, stages=STAGES) -> None:
+    """Asserts that two workdirs have bitwise equal parameters."""
+    import jax
+
+    for stage in stages:
+        left, right = params(ours, stage), params(theirs, stage)
+        assert jax.tree.structure(left) == jax.tree.structure(right)
+        assert all(
+            np.array_equal(a, b)
+            for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+        )
+
+
+def evaluate(workdir: pathlib.Path, *options: str) -> dict:
+    """Runs --mode=eval on a workdir and returns the record that it appended to evaluations.jsonl."""
+    stored = f"--config=configs/workdir.py:{workdir}"
+    assert "BrierLM" in run("calm_jax.main", "--mode=eval", stored, *options)
+    return json.loads((workdir / "evaluations.jsonl").read_text().splitlines()[-1])
