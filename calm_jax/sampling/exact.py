@@ -70,7 +70,7 @@ def pooled(
     budget = config.max_draws - reserve
     # The fraction step makes its draws in blocks of this size.
     block = min(_BLOCK, budget - n) if a else 0
-    # For n = 1 one draw is enough: its law is p.
+    # For n = 1 one draw is enough: its distribution is p.
     sizes = pool_sizes(budget - block) if n > 1 else (1,)
     last = len(sizes) - 1
     found = nothing(model, h_BD, key_B, active_B)
@@ -138,7 +138,7 @@ def accept_fraction(
         model: as samplers see it.
         h_GD: hidden states of the rows.
         key_G: one key per row.
-        found: the searches; rows with `exact` set have a candidate, `latent`, with the law p^n.
+        found: the searches; rows with `exact` set have a candidate, `latent`, with the distribution p^n.
         a: the fraction, in (0, 1).
         block: how many draws are made at once.
         budget: the most draws of a row in its whole search.

@@ -66,7 +66,7 @@ def complete_chunk(
     """The next chunk given its first tokens, chosen among the draws that begin with them (ours).
 
     The pool doubles until enough of its draws fit the prefix: one draw at T = 1, and at T < 1 a number of groups of n
-    equal draws. Leave-out weights choose among them. At T = 1 the law is exactly p given the prefix; at T < 1 it is
+    equal draws. Leave-out weights choose among them. At T = 1 the distribution is exactly p given the prefix; at T < 1 it is
     approximately the power s of that. `config.sampler` is not used.
 
     Args:

@@ -22,7 +22,7 @@ from calm_jax.sampling.search import Sampled, finished, nothing
 def _at_noise(
     model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array, config: SamplerConfig
 ) -> Sampled:
-    """One draw with the head's noise multiplied by T, which the paper suggests; its law is not a power of p for T < 1."""
+    """One draw with the head's noise multiplied by T, which the paper suggests; its distribution is not a power of p for T < 1."""
     found = nothing(model, h_BD, key_B, active_B)
     latent_B1Z = model.latents(h_BD, 1, key_B, config.temperature)
     found = found._replace(

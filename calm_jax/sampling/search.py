@@ -28,7 +28,7 @@ class Sampled(NamedTuple):
         draws: int32 [B], latents drawn for it.
         decoded: int32 [B], tokens decoded for it.
         exact: bool [B], whether an exact sampler finished within its budget. If 1/T is a whole number, such chunks
-            have the law `p^(1/T)`. Otherwise they favour frequent chunks: searches for rare ones take longer, and the
+            have the distribution `p^(1/T)`. Otherwise they favour frequent chunks: searches for rare ones take longer, and the
             budget ends more of them.
     """
 
@@ -45,7 +45,7 @@ class Found(NamedTuple):
         latent: [B, Z], of the chunk, or of the candidate so far.
         draws: int32 [B], latents drawn so far.
         decoded: int32 [B], tokens decoded so far.
-        exact: bool [B], whether the latent has exactly the wanted law.
+        exact: bool [B], whether the latent has exactly the wanted distribution.
         done: bool [B], whether the search is over.
         level: int32 [B], the index of the next pool's size.
         rounds: int32 [B], the number of pools and blocks drawn so far; numbers the random keys.

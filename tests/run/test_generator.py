@@ -446,7 +446,7 @@ def test_match_sharpens_the_law_of_completions_below_temperature_1():
     }
     assert not any(one.exact[0] for one in done)
     share = np.mean([one.text == "cd" for one in done])
-    # The law is 0.8 (at T = 1: 2/3). The bound is 5 standard errors of 0.0177, one false alarm in a million, and 0.01 for
+    # The probability is 0.8 (at T = 1: 2/3). The bound is 5 standard errors of 0.0177, one false alarm in a million, and 0.01 for
     # the bias of a pool of 48.
     assert abs(share - 0.8) < 5 * 0.0177 + 0.01
     assert share > 2 / 3 + 0.03
