@@ -19,7 +19,7 @@ from calm_jax.losses import energy_score
 from calm_jax.models.heads import LATENT_HEADS
 from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.sampling import SAMPLERS
-from calm_jax.sampling.search import finished, nothing
+from calm_jax.sampling.search import finished, new_search
 from calm_jax.training.optimizer import make_optimizer
 from calm_jax.training.step import init_state, jit_step, make_step
 from tests import tiny_recipe
@@ -58,7 +58,7 @@ class GaussianHead(nn.Module):
 
 def mean_sampler(model, h_BD, key_B, active_B, config):
     """A toy sampler: the draw without noise, whatever the temperature."""
-    found = nothing(model, h_BD, key_B, active_B)
+    found = new_search(model, h_BD, key_B, active_B)
     latent_B1Z = model.latents(h_BD, 1, key_B, 0)
     return finished(model, found._replace(latent=latent_B1Z[:, 0]), active_B)
 

@@ -156,7 +156,7 @@ def test_the_fraction_step_accepts_a_chunk_with_probability_p_to_the_a(prob, a):
     """With draws made in blocks of 8."""
     rows, model = 8000, known_model((prob, 1 - prob))
     h_B1, key_B = jnp.zeros((rows, 1)), jax.random.split(jax.random.key(2), rows)
-    found = search.nothing(model, h_B1, key_B, np.ones(rows, bool))
+    found = search.new_search(model, h_B1, key_B, np.ones(rows, bool))
     found = found._replace(exact=jnp.ones(rows, bool))
     accepted = jax.jit(lambda found: exact.accept_fraction(model, h_B1, key_B, found, a, 8, 10**6))(
         found
