@@ -31,10 +31,12 @@ from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 from calm_jax.interop import names, published
 from calm_jax.interop.source import find_tokenizer
-from calm_jax.models.heads.softmax import SoftmaxHeadConfig
 
-_RECIPE = flags.DEFINE_string(
-    "recipe", "calm_xl", "recipe in configs/, of a model with an autoencoder"
+_RECIPE = flags.DEFINE_enum(
+    "recipe",
+    "calm_xl",
+    ["quickstart", "bench_small", "calm_ablation", "calm_m", "calm_l", "calm_xl"],
+    "recipe in configs/, of a model with an autoencoder",
 )
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", "bytes", "tokenizer file, or bytes; it sets the vocabulary size"
@@ -81,14 +83,11 @@ def _write_random(folder: pathlib.Path, config: Config, tokenizer: Tokenizer) ->
     Returns:
       The number of parameters, and the size of the largest array in elements.
     """
-    head = config.lm.head
-    if isinstance(head, SoftmaxHeadConfig):
-        raise UserError(f"--recipe={_RECIPE.value}: give a recipe of a model with an autoencoder")
     folder.mkdir(parents=True)
     values = published.lm_values(config, tokenizer, "nowhere")
     (folder / "config.json").write_text(json.dumps(values))
     lm = (
-        names.calm_rows(config.lm.model, head),
+        names.calm_rows(config.lm.model, config.lm.head),
         make_lm_task(config, tokenizer, config.eval.published),
     )
     autoencoder = (
@@ -107,6 +106,9 @@ def _write_random(folder: pathlib.Path, config: Config, tokenizer: Tokenizer) ->
             for name in row.published_names():
                 like = row.transform.write(one)
                 tensor = random.standard_normal(like.shape, np.float32) * np.float32(0.02)
+                if row.parameter == "embed/tokens/embedding":
+                    # As in published checkpoints, and a condition of the conversion.
+                    tensor[tokenizer.pad_id] = 0
                 shards.add(name, tensor.astype(dtype))
     shards.close()
     return sum(sizes), max(sizes)
@@ -129,7 +131,8 @@ def main(argv: list[str]) -> None:
         command_line = [sys.executable, "-m", "calm_jax.interop.convert"]
         options = [f"--source={source}", f"--workdir={workdir}", f"--tokenizer={_TOKENIZER.value}"]
         began = time.monotonic()
-        subprocess.run(command_line + options, check=True)
+        if subprocess.run(command_line + options, check=False).returncode:
+            raise UserError("the conversion failed; the line above says why")
         seconds = time.monotonic() - began
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
         bound = 4 * (total + largest) + _GIB

@@ -9,7 +9,7 @@ import rich.table
 
 from benchmarks.measure import Record
 from calm_jax.cli import progress
-from calm_jax.cli.files import finite, write_atomically
+from calm_jax.cli.files import nan_to_none, write_atomically
 from calm_jax.config import leaves
 from calm_jax.errors import UserError
 
@@ -19,7 +19,7 @@ _FACTS = ("python", "jax", "jaxlib", "cpu", "cores", "device", "compilation_cach
 
 def write(path: pathlib.Path, about: dict[str, Any], results: Sequence[Record]) -> None:
     """Writes what was measured; numbers that are not known are null. Raises `UserError` if that is impossible."""
-    write_atomically(path, json.dumps(finite(about | {"results": results}), indent=2) + "\n")
+    write_atomically(path, json.dumps(nan_to_none(about | {"results": results}), indent=2) + "\n")
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:

@@ -50,8 +50,12 @@ _COLLISIONS = flags.DEFINE_list(
     "without a workdir: probabilities that two draws are equal",
 )
 _BATCHES = flags.DEFINE_list("batches", ["1", "8", "64"], "batch sizes")
-_CONTEXTS = flags.DEFINE_integer("contexts", 64, "contexts over which each time is averaged")
-_REPEATS = flags.DEFINE_integer("repeats", 3, "runs of which the median time is taken")
+_CONTEXTS = flags.DEFINE_integer(
+    "contexts", 64, "contexts over which each time is averaged", lower_bound=1
+)
+_REPEATS = flags.DEFINE_integer(
+    "repeats", 3, "runs of which the median time is taken", lower_bound=1
+)
 _CANDIDATES = flags.DEFINE_integer("num_candidates", 200, "candidates of one pool, N")
 _MAX_DRAWS = flags.DEFINE_integer("max_draws", 216, "largest number of draws of the pooled sampler")
 _AT_ONCE = flags.DEFINE_integer("draws_at_once", 256, "draws computed in one batch")
@@ -232,6 +236,26 @@ def _measure(
     }
 
 
+def _collision(text: str) -> float:
+    """One value of --collisions. Raises `UserError` unless it is a probability."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise UserError(f"--collisions={text} must be a number from 0 to 1")
+    return value
+
+
+def _batch(text: str) -> int:
+    """One value of --batches. Raises `UserError` unless it is a size that the contexts fill."""
+    if not text.isdecimal() or not 1 <= int(text) <= _CONTEXTS.value:
+        raise UserError(
+            f"--batches={text} must be a whole number from 1 to --contexts={_CONTEXTS.value}"
+        )
+    return int(text)
+
+
 @command
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
@@ -240,11 +264,11 @@ def main(argv: list[str]) -> None:
         {_WORKDIR.value: lambda: _trained(_WORKDIR.value)}
         if _WORKDIR.value
         else {
-            f"collision {value}": functools.partial(_synthetic, float(value))
-            for value in _COLLISIONS.value
+            f"collision {text}": functools.partial(_synthetic, _collision(text))
+            for text in _COLLISIONS.value
         }
     )
-    batches = [int(batch) for batch in _BATCHES.value]
+    batches = [_batch(text) for text in _BATCHES.value]
     table = rich.table.Table(title=f"T = 1/2, ms a chunk, on {jax.devices()[0].device_kind}")
     for name in ("model", "sampler", "draws", "decoded", "exact", *map("batch {}".format, batches)):
         table.add_column(name, justify="left" if name in ("model", "sampler") else "right")

@@ -24,7 +24,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from calm_jax.cli.command import command
-from calm_jax.cli.files import finite, write_atomically
+from calm_jax.cli.files import nan_to_none, write_atomically
 from calm_jax.cli.flags import parse_recipe_flags
 from calm_jax.cli.progress import console, duration
 from calm_jax.config import Config, resolve
@@ -181,7 +181,9 @@ def main(argv: list[str]) -> int:
         record: dict = {"tries": {str(one.topology): one.why_not for one in tries}}
         if plan is not None:
             record |= _record(plan, _EFFICIENCY.value, _PRICE.value)
-        write_atomically(pathlib.Path(_OUTPUT.value), json.dumps(finite(record), indent=2) + "\n")
+        write_atomically(
+            pathlib.Path(_OUTPUT.value), json.dumps(nan_to_none(record), indent=2) + "\n"
+        )
     if plan is None:
         raise UserError(
             f"--fit={_FIT.value}: no size could be compiled; {tries[-1].topology}: {tries[-1].why_not}. A family with more memory, "

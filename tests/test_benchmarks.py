@@ -286,6 +286,27 @@ def test_bad_flags_are_one_line(words, message):
     assert run("benchmarks", *words, status=2).startswith(f"error: {message}")
 
 
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["sampling", "--collisions=0.1,many"], "--collisions=many must be a number from 0 to 1"),
+        (["sampling", "--collisions=-1"], "--collisions=-1 must be a number from 0 to 1"),
+        (["sampling", "--batches=65"], "--batches=65 must be a whole number from 1 to --contexts="),
+        (["conversion", "--recipe=ar_s"], "flag --recipe=ar_s: value should be one of <quickstart"),
+    ],
+)
+def test_bad_flags_of_a_single_measurement_are_one_line(words, message):
+    name, flag = words
+    assert run(f"benchmarks.{name}", flag, status=2).startswith(f"error: {message}")
+
+
+@pytest.mark.slow
+def test_a_conversion_is_timed(tmp_path):
+    out = run("benchmarks.conversion", "--recipe=quickstart", f"--folder={tmp_path}")
+    assert "parameters in" in out and "peak" in out
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_training_is_timed_and_compared(tmp_path):
     first, second = tmp_path / "first.json", tmp_path / "second.json"

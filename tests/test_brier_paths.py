@@ -24,9 +24,9 @@ from calm_jax.sampling.chunk_model import ChunkModel
 from calm_jax.tasks import AutoencoderTask, AutoregressiveTask, CalmTask
 from tests.models.networks import autoencoder_config, random_params, transformer_config
 
-# --- A known law in a network's place -------------------------------------------------------------
+# --- A known distribution in a network's place ------------------------------------------------------
 
-# For each K, the chunks that the law can draw; they share prefixes of every length.
+# For each K, the chunks that the distribution can draw; they share prefixes of every length.
 CHUNKS = {
     1: "0 1 2",
     2: "00 01 10 11",
@@ -54,7 +54,7 @@ def after(state, number):
 
 
 class Seen(NamedTuple):
-    """The law's cache: state_BS is the state after 0, 1, ... chunks, length_B the number of chunks read."""
+    """The distribution's cache: state_BS is the state after 0, 1, ... chunks, length_B the number of chunks read."""
 
     state_BS: jax.Array
     length_B: jax.Array
@@ -64,7 +64,7 @@ class Seen(NamedTuple):
 
 
 def known_model(chunk_size, exact, table):
-    """The law as a model whose hidden state is the law's state; if `exact`, the model has `log_probs`."""
+    """The distribution as a model, whose hidden state is the state of the distribution; if `exact`, the model has `log_probs`."""
     book, log_table = jnp.asarray(chunks(chunk_size)), jnp.log(table)
 
     def advance(tokens_BLK, memory):

@@ -6,22 +6,21 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from calm_jax import Generator
-from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.config import as_dict, resolve
 from calm_jax.cost import flops
-from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
 from calm_jax.losses import energy_score
 from calm_jax.models.heads import LATENT_HEADS
-from calm_jax.parallel.mesh import MeshConfig, make_mesh
+from calm_jax.parallel.mesh import make_mesh
+from calm_jax.run import preflight
+from calm_jax.run.recipe import Run
+from calm_jax.run.workdir import Workdir
 from calm_jax.sampling import SAMPLERS
-from calm_jax.sampling.search import finished, nothing
-from calm_jax.training.optimizer import make_optimizer
-from calm_jax.training.step import init_state, jit_step, make_step
+from calm_jax.sampling.search import finished, new_search
+from calm_jax.training.loop import Profile
 from tests import tiny_recipe
 from tests.tiny_model import random_params
 
@@ -58,46 +57,42 @@ class GaussianHead(nn.Module):
 
 def mean_sampler(model, h_BD, key_B, active_B, config):
     """A toy sampler: the draw without noise, whatever the temperature."""
-    found = nothing(model, h_BD, key_B, active_B)
+    found = new_search(model, h_BD, key_B, active_B)
     latent_B1Z = model.latents(h_BD, 1, key_B, 0)
     return finished(model, found._replace(latent=latent_B1Z[:, 0]), active_B)
 
 
 @pytest.fixture
-def extended(monkeypatch):
+def extended(tmp_path, monkeypatch):
     """The tiny recipe with the toy head and the toy sampler."""
     monkeypatch.setitem(LATENT_HEADS, "gaussian", (GaussianHead, GaussianHeadConfig))
     monkeypatch.setitem(SAMPLERS, "mean", mean_sampler)
-    tree = tiny_recipe.get_config("nowhere/*.txt,k=4")
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text(f"some text, number {number}. " * 30)
+    tree = tiny_recipe.get_config(f"{tmp_path}/*.txt,k=4")
     tree.lm.head = {"name": "gaussian", "num_samples": 3}
     tree.sample.sampler = "mean"
     tree.sample.temperature = 0.5
+    # No evaluation during training.
+    tree.lm.training.eval_every = tree.lm.training.num_steps
     return tree
 
 
-def test_an_added_head_trains_and_an_added_sampler_generates(extended):
-    config, tokenizer = resolve(extended), ByteTokenizer(b"")
+def test_an_added_head_trains_and_an_added_sampler_generates(extended, tmp_path):
+    """In stage 2 of a run as `calm_jax.main` trains it; the autoencoder has random parameters."""
+    config, workdir = resolve(extended), Workdir(tmp_path / "run")
     assert resolve(as_dict(config)) == config
-    task = make_lm_task(config, tokenizer, config.eval.published)
-    frozen = {"params": random_params(make_autoencoder_task(config, tokenizer), seed=1)}
-    tokens_BT = np.random.default_rng(0).integers(0, 256, (4, 32)).astype(np.int32)
-    batch = {"tokens": tokens_BT, "targets": tokens_BT}
-    optimizer = make_optimizer(config.lm.optimizer, num_steps=20)
-    mesh = make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
-    key = jax.random.key(0)
+    mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        state = init_state(task, optimizer, frozen, batch, key, mesh)
-        update = make_step(task, optimizer, config.lm.training, key, tokenizer.pad_id)
-        step = jit_step(update, state, mesh)
-        losses = []
-        for _ in range(20):
-            before = float(state.metrics["loss"][0])
-            state = step(state, frozen, batch)
-            fresh = int(state.step) % config.lm.training.log_every == 1
-            losses.append(float(state.metrics["loss"][0]) - (0 if fresh else before))
+        text = preflight.begin(config, workdir, overwrite=False, mesh=mesh)
+        run = Run(config, workdir, mesh, text)
+        frozen = {"params": random_params(run.autoencoder_task, seed=1)}
+        params = run.train("lm", frozen, run.evaluator("lm"), Profile(-1, -1, ""))
+    run.log.close()
+    losses = [one["loss"] for one in run.log.records]
     assert losses[-1] < losses[0]
 
-    generator = Generator(task, state.params, frozen, tokenizer, config)
+    generator = Generator(run.lm_task, params, frozen, run.tokenizer, config)
     texts = [generator.generate(["abcd"], seed=seed)[0].tokens for seed in (0, 1)]
     # The toy sampler has no noise, so that the seed makes no difference.
     assert texts[0] == texts[1] != []

@@ -38,7 +38,7 @@ _TEMPERATURES = (1.0, 0.5)
 
 
 class _NoText(Tokenizer):
-    """Token ids that have no text, and an end that no model generates."""
+    """For random parameters: every id decodes to no text, and no model generates eos, which would end a text early."""
 
     kind = "none"
 

@@ -44,7 +44,7 @@ def refuse_existing(path: pathlib.Path) -> None:
 
 
 @contextmanager
-def beside(path: pathlib.Path) -> Iterator[pathlib.Path]:
+def atomic_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """Gives a temporary folder to fill. It is renamed to `path` when the `with` block succeeds, and deleted when it fails.
 
     Raises `UserError` if `path` exists and is not an empty folder, or if it cannot be written.
@@ -68,10 +68,10 @@ def beside(path: pathlib.Path) -> Iterator[pathlib.Path]:
                 parent.rmdir()
 
 
-def finite(value: Any) -> Any:
+def nan_to_none(value: Any) -> Any:
     """A copy of nested JSON values with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: nan_to_none(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
+        return [nan_to_none(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,6 +4,7 @@ The functions are for `app.run(main, flags_parser=...)`.
 """
 
 import pathlib
+import runpy
 import sys
 from collections.abc import Callable
 
@@ -49,27 +50,20 @@ def parse_recipe_flags(argv: list[str]) -> list[str]:
     """Parses the flags of a command whose `--config=FILE[:ARGUMENT]` names a recipe."""
     recipe_flag = _recipe_flag(argv)
     try:
-        file = recipe_flag.partition(":")[0]
-        if file and not pathlib.Path(file).is_file():
-            raise UserError(f"--config={recipe_flag}: there is no file {file}")
-        return flags.FLAGS(argv)
+        message = "" if recipe_flag is None else unknown_key(argv, _recipe(recipe_flag))
+        if not message:
+            return flags.FLAGS(argv)
     except UserError as error:
         message = str(error)
-    except (AttributeError, KeyError) as error:
-        message = _unknown_key_of_recipe(argv, recipe_flag) or f"--config={recipe_flag}: {error!r}"
-    except (TypeError, ValueError, OSError, ImportError, SyntaxError, flags.Error) as error:
+    except (flags.Error, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
-        if isinstance(error, SyntaxError):
-            message = f"--config={recipe_flag}: {message}"
-        if "get_config() takes 0 positional" in message:
-            message = f"--config={recipe_flag}: this recipe takes no argument after a colon"
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
-def _recipe_flag(argv: list[str]) -> str:
-    """The last value of --config, as `--config=FILE` or `--config FILE`; empty if there is none."""
-    value = ""
+def _recipe_flag(argv: list[str]) -> str | None:
+    """The last value of --config, as `--config=FILE` or `--config FILE`; None without the flag."""
+    value = None
     for arg, after in zip(argv, [*argv[1:], ""], strict=True):
         name, is_given, text = arg.partition("=")
         if name in ("--config", "-config"):
@@ -77,13 +71,23 @@ def _recipe_flag(argv: list[str]) -> str:
     return value
 
 
-def _unknown_key_of_recipe(argv: list[str], recipe_flag: str) -> str:
-    """A message about the first `--config.KEY` that the recipe does not have; empty if it has them all."""
-    alone = [argv[0], f"--config={recipe_flag}"]
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=alone)
-    values(alone)
-    return unknown_key(argv, values.config)
+def _recipe(recipe_flag: str) -> ConfigDict:
+    """The config of `--config=FILE[:ARGUMENT]`. Raises `UserError` for everything that the file raises.
+
+    The flag itself would show such an error as a traceback, or not before the config is read.
+    """
+    file, *argument = recipe_flag.split(":", 1)
+    if not pathlib.Path(file).is_file():
+        raise UserError(f"--config={recipe_flag}: there is no file {file}")
+    try:
+        return runpy.run_path(file)["get_config"](*argument)
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        if "get_config() takes 0 positional" in reason:
+            reason = "this recipe takes no argument after a colon"
+        raise UserError(f"--config={recipe_flag}: {reason}") from error
 
 
 def unknown_key(argv: list[str], config: ConfigDict) -> str:

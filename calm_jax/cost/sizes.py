@@ -1,4 +1,4 @@
-"""Parameters of a recipe's models, by part, and the bytes of training state, cache and traffic that follow from them.
+"""Parameters of a recipe's models, by part, and the bytes of training state and traffic that follow from them.
 
 Parameters are counted on the shapes of the real models, without allocating them; a count depends on the config and the
 vocabulary's size alone.
@@ -106,14 +106,6 @@ def state_bytes(config: Config, stage: str, vocab_size: int) -> dict[str, int]:
         "gradients": trained_bytes,
         "frozen": frozen_bytes,
     }
-
-
-def cache_bytes(config: Config, batch: int, context: int) -> int:
-    """Bytes of the KV cache of `batch` texts of `context` tokens each."""
-    model = config.lm.model
-    chunks = -(-context // config.chunk_size)
-    per_chunk = 2 * model.num_layers * model.num_kv_heads * model.head_size
-    return batch * chunks * per_chunk * _BYTES[config.compute_dtype]
 
 
 def fsdp_traffic(

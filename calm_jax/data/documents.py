@@ -138,7 +138,7 @@ def _parse(line: bytes, name: str, reading: Reading) -> Document:
     return _document(record, name, reading)
 
 
-# A document or a bad record, and the place where it begins; no place if the whole file is bad.
+# A document or a bad record, and the place in the file where it begins: None where the file itself is at fault.
 _Item = tuple[Place | None, Document | BadRecord]
 
 

@@ -14,8 +14,6 @@ from calm_jax.errors import UserError
 MASKED = -100
 # Documents per call of a tokenizer: enough to keep its own threads busy.
 _ENCODE_BATCH = 256
-# Blocks of records are a multiple of this many chunks long: attention and matrix units prefer round numbers.
-_RECORD_CHUNKS = 16
 # The published packing concatenates this many documents and drops the tokens after their last whole block.
 PUBLISHED_GROUP = 1000
 
@@ -228,9 +226,9 @@ def pack(
         flat = np.concatenate(framed)
         first_N, size_N = document_blocks(starts_D, len(flat), block)
         rows = [flat[i : i + size] for i, size in zip(first_N, size_N, strict=True)]
-        blocks = _filled(rows, block, pad_id)
+        blocks = filled_blocks(rows, block, pad_id)
     else:
-        blocks = _cut(framed, pad_id, block, keep_remainder, name)
+        blocks = cut_blocks(framed, pad_id, block, keep_remainder, name)
     if config.isolate_documents:
         return IsolatedBlocks(blocks, starts_D, first_N, chunk_size)
     return blocks
@@ -281,7 +279,7 @@ def document_blocks(
     return first_N, stop_P[np.asarray([*begins[1:], len(next_P)]) - 1] - first_N
 
 
-def _cut(
+def cut_blocks(
     pieces: Sequence[np.ndarray], pad_id: int, block: int, keep_remainder: bool, name: str
 ) -> Blocks:
     flat = np.concatenate([np.zeros(0, np.int32), *pieces])
@@ -291,77 +289,12 @@ def _cut(
             "data.block_tokens"
         )
     num_blocks = -(-len(flat) // block) if keep_remainder else len(flat) // block
-    return _filled([flat[i * block : (i + 1) * block] for i in range(num_blocks)], block, pad_id)
+    return filled_blocks(
+        [flat[i * block : (i + 1) * block] for i in range(num_blocks)], block, pad_id
+    )
 
 
-def _completion(ids: np.ndarray, tokenizer: Tokenizer, chunk_size: int) -> np.ndarray:
-    """A completion's tokens, eos, and pads up to a whole number of chunks."""
-    pads = -(len(ids) + 1) % chunk_size
-    end = [tokenizer.eos_id, *[tokenizer.pad_id] * pads]
-    return np.concatenate([ids, np.asarray(end, np.int32)])
-
-
-def pack_completions(
-    completions: Sequence[np.ndarray],
-    tokenizer: Tokenizer,
-    config: BlockConfig,
-    chunk_size: int,
-    keep_remainder: bool,
-    name: str,
-) -> Blocks:
-    """Blocks of completions without their prompts, to train an autoencoder on the chunks that the language model generates.
-
-    The completions' chunks are those of `pack_records`; for the arguments see `pack`.
-    """
-    pieces = [_completion(ids, tokenizer, chunk_size) for ids in completions]
-    return _cut(pieces, tokenizer.pad_id, config.block_tokens, keep_remainder, name)
-
-
-def pack_records(
-    names: Sequence[str],
-    prompts: Sequence[np.ndarray],
-    completions: Sequence[np.ndarray],
-    tokenizer: Tokenizer,
-    config: BlockConfig,
-    chunk_size: int,
-) -> tuple[Blocks, list[str]]:
-    """Packs one record (prompt and completion) in each block, laid out as in generation.
-
-    A block is pads, bos, prompt, completion, eos, pads. The first pads let the completion begin on a chunk boundary, the
-    last ones fill its last chunk. Targets are the completion, eos and the pads of that chunk.
-
-    Blocks are as long as the longest record, rounded up to a multiple of 16 chunks, and at most `config.block_tokens`.
-
-    Args:
-        names: a name of each record.
-        prompts: token ids of each prompt.
-        completions: token ids of each completion.
-        tokenizer: the source of bos, eos and pad.
-        config: the longest block.
-        chunk_size: K, tokens per chunk.
-
-    Returns:
-        The blocks, and the names of the records left out because they are longer than `config.block_tokens`.
-    """
-    rows, given, too_long = [], [], []
-    for name, prompt, completion in zip(names, prompts, completions, strict=True):
-        front = -(1 + len(prompt)) % chunk_size
-        begin = [*[tokenizer.pad_id] * front, tokenizer.bos_id]
-        row = np.concatenate(
-            [np.asarray(begin, np.int32), prompt, _completion(completion, tokenizer, chunk_size)]
-        )
-        if len(row) > config.block_tokens:
-            too_long.append(name)
-            continue
-        rows.append(row)
-        given.append(front + 1 + len(prompt))
-    longest = max(map(len, rows), default=0)
-    size = min(config.block_tokens, longest + -longest % (_RECORD_CHUNKS * chunk_size))
-    blocks = _filled(rows, size, tokenizer.pad_id)
-    return dataclasses.replace(blocks, num_given=np.asarray(given, int)), too_long
-
-
-def _filled(rows: Sequence[np.ndarray], block: int, pad_id: int) -> Blocks:
+def filled_blocks(rows: Sequence[np.ndarray], block: int, pad_id: int) -> Blocks:
     """Blocks of `block` tokens from rows of at most as many, filled up with pads."""
     tokens = np.full((len(rows), block), pad_id, np.int32)
     for filled, row in zip(tokens, rows, strict=True):
@@ -393,4 +326,4 @@ def document_windows(
         for start in range(0, len(document) - context_tokens, stride)
     ]
     longest = max(map(len, rows), default=block_tokens)
-    return _filled(rows, longest + -longest % unit, pad_id)
+    return filled_blocks(rows, longest + -longest % unit, pad_id)

@@ -223,8 +223,8 @@ def measure(
         "contexts": how many contexts there are. "points": a dict for each config, with `accuracy` and `collision`, the
         geometric means over n = 1 to 4 of `P(x = y)` and `P(x = x')` for the first n tokens, in per cent, and their
         standard errors (blocks as clusters); per chunk, `draws`, `decoded` (in whole chunks) and `seconds`; `exact`, the
-        share of chunks with exactly the law `p^(1/T)`. "collision_probability" (latent heads): how often two draws of
-        the next chunk are equal, the mean and quantiles over contexts.
+        share of chunks that have exactly the distribution `p^(1/T)`. "collision_probability" (latent heads): how often
+        two draws of the next chunk are equal, the mean and quantiles over contexts.
     """
     has_autoencoder = bool(frozen)
     contexts = list(_contexts(blocks, task, config, pad_id))

@@ -24,7 +24,7 @@ from ml_collections import config_flags
 
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
-from calm_jax.cli.files import beside, refuse_existing
+from calm_jax.cli.files import atomic_folder, refuse_existing
 from calm_jax.cli.flags import parse_config_flags
 from calm_jax.config import as_dict
 from calm_jax.errors import UserError
@@ -115,7 +115,11 @@ def convert(plan: Plan, path: pathlib.Path) -> None:
     # The conversion's mesh is not stored in the workdir, which may be used on other devices.
     config = dataclasses.replace(plan.config, mesh=MeshConfig(data=-1, fsdp=1, tensor=1))
     about = {"config": as_dict(config), "tokenizer": plan.tokenizer.fingerprint}
-    with beside(path) as unfinished, jax.set_mesh(mesh), _Bar(4 * plan.num_parameters) as bar:
+    with (
+        atomic_folder(path) as unfinished,
+        jax.set_mesh(mesh),
+        _Bar(4 * plan.num_parameters) as bar,
+    ):
         workdir = Workdir(unfinished)
         check_copies(plan)
         for part in plan.parts:

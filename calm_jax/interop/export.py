@@ -19,7 +19,7 @@ from absl import app, flags
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.cli.command import command
-from calm_jax.cli.files import beside
+from calm_jax.cli.files import atomic_folder
 from calm_jax.cli.flags import parse_flags
 from calm_jax.data.tokenizers import ByteTokenizer, Llama3Tokenizer, Tokenizer
 from calm_jax.errors import UserError
@@ -104,7 +104,7 @@ def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
         else published.autoencoder_values(config, tokenizer)
     )
     written: dict[str, np.ndarray] = {}
-    with beside(target) as folder:
+    with atomic_folder(target) as folder:
         if config.has_autoencoder:
             autoencoder = make_autoencoder_task(config, tokenizer)
             rows = names.autoencoder_rows(config.autoencoder.model)

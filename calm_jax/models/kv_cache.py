@@ -19,8 +19,8 @@ Written = tuple[Array, Array]
 class KVCache(NamedTuple):
     """Keys and values of the chunks read so far: a ring buffer with S places, where chunk i has place i mod S.
 
-    A text may outgrow the cache if chunks see only the last W: then S must be at least W + L - 1, where L chunks are
-    read at once, and one read must not wrap around the end of the S places. Inside a layer (`write`, `attend`), `key`
+    If a chunk sees only the last W chunks, a text may be longer than the cache. To read L chunks at once, S must then be
+    at least W + L - 1, and the L chunks must not wrap around the end of the S places. Inside a layer (`write`, `attend`), `key`
     and `value` are those of the layer, [B, S, G, A].
 
     Attributes:

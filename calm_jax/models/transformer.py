@@ -141,9 +141,9 @@ class Transformer(nn.Module):
             memory: a cache or fork, after whose chunks the inputs come; segment ids, to keep documents apart; or None.
 
         Returns:
-            Hidden states [B, L, D], and the cache or fork extended by the L inputs (None without one). It counts all L
-            inputs of every row; a caller whose rows are shorter sets its `length` back, and the chunks beyond are then
-            not seen and overwritten.
+            Hidden states [B, L, D], and the cache or fork extended by the L inputs (None without one). The `length` of
+            the cache then counts all L inputs of every row, padding too. A caller that pads rows sets `length` to the
+            number of real chunks: later inputs do not attend to the padding, and overwrite it.
         """
         config = self.config
         batch, num_new, _ = x_BLD.shape

@@ -30,7 +30,7 @@ _WAIT_SECONDS = 3600
 SHARED_SECONDS = 30
 
 # The temporary file with which `check_shared` tests that all processes see the same folder.
-MARK = "process_0"
+PROBE_FILE = "process_0"
 
 # Words in JAX's errors that mean that another process has ended.
 _LOST = ("Gloo", "CoordinationService", "heartbeat timeout")
@@ -151,7 +151,7 @@ def check_shared(folder: pathlib.Path) -> None:
     if not is_multiprocess():
         return
     text = broadcast(secrets.token_hex(16))
-    path = folder / MARK
+    path = folder / PROBE_FILE
 
     def wait_for_text() -> None:
         ends = time.monotonic() + SHARED_SECONDS

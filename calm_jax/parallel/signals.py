@@ -18,7 +18,7 @@ from calm_jax.parallel import multihost
 
 _SAME_SIGNAL_SECONDS = 1.0
 
-# The runtime's number of the next call; it counts on over all stages, equally on all processes.
+# Numbers the questions to the runtime. All stages share the counter: a number is the same question on all processes.
 _polls = itertools.count()
 
 
@@ -29,7 +29,7 @@ def poll() -> None:
 
 
 def _is_signalled() -> bool:
-    """Whether any process got SIGTERM; the same on all of them, which must call it equally often."""
+    """Whether any process got SIGTERM. All processes must call this equally often, and get the same answer."""
     on = multihost.is_initialized()
     return on and multihost_utils.reached_preemption_sync_point(next(_polls))
 

@@ -162,7 +162,7 @@ def _initialize(
 ) -> None:
     where = f"of {num_processes} at {coordinator}" if coordinator else "as the environment says"
     who = "" if process_id is None else f" {process_id}"
-    # If not all processes connect, JAX ends this one with a long message; this line says what it is about.
+    # If a process does not connect in time, JAX ends the others with a long message, which this line explains beforehand.
     print(f"process{who} {where}: waiting at most {seconds} s for all", file=sys.stderr, flush=True)
     try:
         jax.distributed.initialize(

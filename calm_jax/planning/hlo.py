@@ -174,7 +174,7 @@ class Program:
         condition, inner = (self._named(loop, part) for part in ("condition", "body"))
         compare = self._root(condition)
         if compare is not None and compare.opcode == "fusion":
-            # The end may be a constant inside of the fusion or an operand of it; the counter is the other operand.
+            # The compiler may put the comparison of counter and end into a fusion, and the end with it as a constant.
             compare = self._compared(compare, condition)
         if compare is None or "direction=LT" not in compare.rest:
             return None
@@ -192,9 +192,9 @@ class Program:
     def _compared(
         self, fusion: _Instruction, condition: dict[str, _Instruction]
     ) -> _Instruction | None:
-        """The comparison that a fusion computes, with its operands named as outside of the fusion.
+        """The comparison that a fusion computes, with the names that its operands have in `condition`.
 
-        Adds constants of the fusion to `condition`.
+        Constants of the fusion are added to `condition`, which has the instructions around the fusion.
         """
         inner = self._named(fusion, "calls")
         root = self._root(inner)

@@ -20,9 +20,8 @@ from calm_jax.data.packing import (
     document_windows,
     encode_documents,
     pack,
-    pack_completions,
-    pack_records,
 )
+from calm_jax.data.records import pack_completions, pack_records
 from calm_jax.data.shards import PreparedText, prepared_blocks
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError

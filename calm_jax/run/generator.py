@@ -36,12 +36,12 @@ _CHUNKS_PER_CALL = 16
 _CHUNKS_PER_READ = 64
 # Prompts and caches are padded to a power of two of chunks, at least this many, so that similar lengths share a
 # compiled program.
-_SMALLEST_BUCKET = 16
+_SHORTEST_PADDED = 16
 
 
-def bucket(num_chunks: int) -> int:
-    """The padded length of `num_chunks` chunks: the next power of two, at least 16."""
-    return max(_SMALLEST_BUCKET, 1 << (num_chunks - 1).bit_length())
+def padded_length(num_chunks: int) -> int:
+    """The length to which `num_chunks` chunks are padded: the next power of two, at least 16."""
+    return max(_SHORTEST_PADDED, 1 << (num_chunks - 1).bit_length())
 
 
 class Generator:
@@ -257,14 +257,14 @@ class Generator:
         """
         chunk_size = self.task.chunk_size
         length_B = np.array([len(ids) // chunk_size for ids in prompts], np.int32)
-        padded_length = bucket(int(length_B.max()))
+        length = padded_length(int(length_B.max()))
         if length_B.max() + num_new > self.max_chunks and options.long_context == "slide":
-            window, piece = self.max_chunks, min(padded_length, _CHUNKS_PER_READ)
+            window, piece = self.max_chunks, min(length, _CHUNKS_PER_READ)
             size = (-(-window // piece) + 1) * piece
         else:
-            piece = padded_length
-            window = size = bucket(padded_length + num_new)
-        shape = len(prompts), padded_length, chunk_size
+            piece = length
+            window = size = padded_length(length + num_new)
+        shape = len(prompts), length, chunk_size
         prompt_BLK = np.full(shape, self.tokenizer.pad_id, np.int32)
         for row_LK, ids in zip(prompt_BLK, prompts, strict=True):
             row_LK.reshape(-1)[: len(ids)] = ids
@@ -338,7 +338,7 @@ def _row_keys(seed: int, name: str, rows: list[Row]) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(stream(seed, name), index_B)
 
 
-def samples(
+def sample_text(
     task: LmTask, params: Params, frozen: Params, tokenizer: Tokenizer, config: Config
 ) -> str:
     """The text of samples.txt, which ends a training run: the prompts of `config.sample`, continued."""

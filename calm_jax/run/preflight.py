@@ -157,7 +157,7 @@ def is_finished(config: Config, workdir: Workdir) -> bool:
 
 
 def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> None:
-    """Raises `UserError` if stage 2 would have no autoencoder, or if the one that it began with would be trained on."""
+    """Raises `UserError` where stage 2 lacks an autoencoder, or stage 1 would change it under a trained language model."""
     if config.autoencoder_source or not config.has_autoencoder:
         return
     step = None if fresh else checkpoint.latest_step(workdir.checkpoints("autoencoder"))
@@ -191,8 +191,8 @@ def _refuse_converted(workdir: Workdir) -> None:
     )
 
 
-def facts_of(corpus: Corpus) -> dict[str, Any]:
-    """What must be equal on all processes: size and fingerprint of every text."""
+def text_facts(corpus: Corpus) -> dict[str, Any]:
+    """Size and fingerprint of every text, which must be equal on all processes."""
     return {f"{name} text": about for name, about in describe(corpus).items()}
 
 
@@ -285,6 +285,6 @@ def _check(
                     workdir.import_initial(initial, name)
 
     def facts() -> dict[str, Any]:
-        return {"tokenizer": tokenizer.fingerprint} | facts_of(corpus)
+        return {"tokenizer": tokenizer.fingerprint} | text_facts(corpus)
 
     return text, facts, write

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from calm_jax import brier
 from calm_jax.build import check_attention, make_autoencoder_task, make_lm_task
-from calm_jax.cli.files import finite, write_atomically
+from calm_jax.cli.files import nan_to_none, write_atomically
 from calm_jax.config import Config, as_dict
 from calm_jax.cost import flops
 from calm_jax.data.corpus import Corpus
@@ -209,7 +209,7 @@ def _train_and_report(run: Run, profile: Profile) -> None:
         params = run.train("lm", frozen, evaluator, profile)
         results["lm"] = run.validate("lm", evaluator, params, frozen)
         results["floor"] = brier.as_values(run.text.floor())
-        samples = generator.samples(run.lm_task, params, frozen, run.tokenizer, config)
+        samples = generator.sample_text(run.lm_task, params, frozen, run.tokenizer, config)
         multihost.write_once(lambda: write_atomically(workdir.samples_path, samples))
         print(f"\n{samples}")
     for name in ("autoencoder", "lm"):
@@ -217,7 +217,7 @@ def _train_and_report(run: Run, profile: Profile) -> None:
         seconds = run.log.seconds(name) if name in results else 0
         if seconds:
             results[name] = {**results[name], "training_seconds": seconds}
-    text = json.dumps(finite(results), indent=2) + "\n"
+    text = json.dumps(nan_to_none(results), indent=2) + "\n"
     multihost.write_once(lambda: write_atomically(workdir.results_path, text))
     report.print_results(results, config, workdir)
 
@@ -250,7 +250,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
     multihost.check_same(workdir.facts)
     with jax.set_mesh(mesh):
         text, corpus = multihost.run_on_all(read)
-        multihost.check_same(lambda: preflight.facts_of(corpus))
+        multihost.check_same(lambda: preflight.text_facts(corpus))
         run = Run(config, workdir, mesh, text)
         has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
         # Records with prompts have no equal-context score: the prompt is the context.

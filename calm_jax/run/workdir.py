@@ -32,7 +32,7 @@ from calm_jax.data.documents import Document
 from calm_jax.data.shards import PreparedText
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from calm_jax.errors import UserError
-from calm_jax.parallel.multihost import MARK
+from calm_jax.parallel.multihost import PROBE_FILE
 from calm_jax.tasks import AutoencoderTask, LmTask, Params
 from calm_jax.training import checkpoint
 
@@ -57,7 +57,7 @@ _OWN_FILES = {
     "metrics.jsonl.tmp",
     "plane.png",
     "plane.tmp.png",
-    MARK,
+    PROBE_FILE,
     "profile",
     "results.json",
     "results.json.tmp",
@@ -155,7 +155,7 @@ class Workdir:
         return load_tokenizer(self.path / "tokenizer")
 
     def facts(self) -> dict[str, Any]:
-        """What must be equal on all processes: config, tokenizer, and steps of the latest checkpoints."""
+        """Config, tokenizer and steps of the latest checkpoints, which must be equal on all processes."""
         steps = {
             f"checkpoint of {stage}": checkpoint.latest_step(self.checkpoints(stage))
             for stage in ("autoencoder", "lm")

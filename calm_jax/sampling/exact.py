@@ -24,8 +24,8 @@ from calm_jax.sampling.search import (
     from_pool,
     kept_back,
     keys,
-    nothing,
-    take,
+    new_search,
+    take_draw,
 )
 
 # After each refusal the next pool is _GROWTH times as large, up to _LARGEST_POOL. In most contexts of trained models p
@@ -70,10 +70,10 @@ def pooled(
     budget = config.max_draws - reserve
     # The fraction step makes its draws in blocks of this size.
     block = min(_BLOCK, budget - n) if a else 0
-    # For n = 1 one draw is enough: its law is p.
+    # For n = 1 one draw is enough: its distribution is p.
     sizes = pool_sizes(budget - block) if n > 1 else (1,)
     last = len(sizes) - 1
-    found = nothing(model, h_BD, key_B, active_B)
+    found = new_search(model, h_BD, key_B, active_B)
 
     def affords(found: Found) -> Array:
         return found.draws + jnp.asarray(sizes)[found.level] + block <= budget
@@ -91,7 +91,7 @@ def pooled(
             weight_GN, _ = law.log_weights(counted.count, config.temperature, leave_out=True)
             index_G = jnp.where(emitted_G, index_G, law.pick(weight_GN, pick_key_G))
         found = found._replace(
-            latent=take(latent_GNZ, index_G),
+            latent=take_draw(latent_GNZ, index_G),
             draws=found.draws + size,
             decoded=found.decoded + counted.decoded,
             exact=emitted_G,
@@ -138,7 +138,7 @@ def accept_fraction(
         model: as samplers see it.
         h_GD: hidden states of the rows.
         key_G: one key per row.
-        found: the searches; rows with `exact` set have a candidate, `latent`, with the law p^n.
+        found: the searches; rows with `exact` set have a candidate, `latent`, with the distribution p^n.
         a: the fraction, in (0, 1).
         block: how many draws are made at once.
         budget: the most draws of a row in its whole search.
@@ -226,7 +226,7 @@ def rejection(
     budget = config.max_draws - reserve
     # A budget below one block is used in one step.
     size = min(_BLOCK, budget)
-    found = nothing(model, h_BD, key_B, active_B)
+    found = new_search(model, h_BD, key_B, active_B)
 
     def use(state, drawn):
         found, candidate = state

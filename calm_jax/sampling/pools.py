@@ -17,8 +17,8 @@ from calm_jax.sampling.search import (
     for_active,
     from_pool,
     keys,
-    nothing,
-    take,
+    new_search,
+    take_draw,
 )
 
 # A growing pool is large enough when it holds this many groups of n equal draws.
@@ -36,7 +36,7 @@ def one_pool(leave_out: bool) -> Callable[..., Sampled]:
     def sample(
         model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array, config: SamplerConfig
     ) -> Sampled:
-        found = nothing(model, h_BD, key_B, active_B)
+        found = new_search(model, h_BD, key_B, active_B)
         found = from_pool(model, h_BD, key_B, found, config.num_candidates, config, leave_out)
         return finished(model, found, active_B)
 
@@ -66,7 +66,7 @@ def complete_chunk(
     """The next chunk given its first tokens, chosen among the draws that begin with them (ours).
 
     The pool doubles until enough of its draws fit the prefix: one draw at T = 1, and at T < 1 a number of groups of n
-    equal draws. Leave-out weights choose among them. At T = 1 the law is exactly p given the prefix; at T < 1 it is
+    equal draws. Leave-out weights choose among them. At T = 1 the distribution is exactly p given the prefix; at T < 1 it is
     approximately the power s of that. `config.sampler` is not used.
 
     Args:
@@ -89,7 +89,7 @@ def complete_chunk(
     sizes = [min(FIRST_POOL, config.max_draws)]
     while sizes[-1] < config.max_draws:
         sizes.append(min(2 * sizes[-1], config.max_draws))
-    found = nothing(model, h_BD, key_B, active_B)
+    found = new_search(model, h_BD, key_B, active_B)
     pool_BNK = jnp.zeros((batch, sizes[-1], chunk_size), jnp.int32)
     before = 0
     state = found, pool_BNK, jnp.zeros_like(prefix.tokens), jnp.zeros(batch, bool)
@@ -113,7 +113,7 @@ def complete_chunk(
                 rounds=found.rounds + 1,
                 done=law.groups(count_GN, together) >= enough,
             )
-            return found, pool_GNK, take(pool_GNK, index_G), count_GN.any(-1)
+            return found, pool_GNK, take_draw(pool_GNK, index_G), count_GN.any(-1)
 
         group = max(1, config.draws_at_once // (size - before))
         state = for_active(step, ~state[0].done, group, (h_BD, key_B, prefix), state)

@@ -28,7 +28,7 @@ class Sampled(NamedTuple):
         draws: int32 [B], latents drawn for it.
         decoded: int32 [B], tokens decoded for it.
         exact: bool [B], whether an exact sampler finished within its budget. If 1/T is a whole number, such chunks
-            have the law `p^(1/T)`. Otherwise they favour frequent chunks: searches for rare ones take longer, and the
+            have the distribution `p^(1/T)`. Otherwise they favour frequent chunks: searches for rare ones take longer, and the
             budget ends more of them.
     """
 
@@ -45,7 +45,7 @@ class Found(NamedTuple):
         latent: [B, Z], of the chunk, or of the candidate so far.
         draws: int32 [B], latents drawn so far.
         decoded: int32 [B], tokens decoded so far.
-        exact: bool [B], whether the latent has exactly the wanted law.
+        exact: bool [B], whether the latent has exactly the wanted distribution.
         done: bool [B], whether the search is over.
         level: int32 [B], the index of the next pool's size.
         rounds: int32 [B], the number of pools and blocks drawn so far; numbers the random keys.
@@ -66,7 +66,7 @@ def keys(key_B: Array, rounds_B: Array, num: int) -> Array:
     return jax.vmap(lambda key: jax.random.split(key, num), out_axes=1)(round_key_B)
 
 
-def nothing(model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array) -> Found:
+def new_search(model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array) -> Found:
     """The searches before their first draw; rows that are not active are done."""
     latent = jax.eval_shape(lambda: model.latents(h_BD, 1, key_B, 1))
     zero_B = jnp.zeros(len(h_BD), jnp.int32)
@@ -88,7 +88,7 @@ def finished(model: ChunkModel, found: Found, active_B: Array) -> Sampled:
     return Sampled(tokens_BK, found.draws, decoded_B, found.exact & active_B)
 
 
-def take(latent_GNZ: Array, index_G: Array) -> Array:
+def take_draw(latent_GNZ: Array, index_G: Array) -> Array:
     """The draw of each row at an index, [G, Z]."""
     return jnp.take_along_axis(latent_GNZ, index_G[:, None, None], axis=1)[:, 0]
 
@@ -111,7 +111,7 @@ def from_pool(
         counted = count_draws(model, latent_GNZ, company=2)
         weight_GN, _ = law.log_weights(counted.count, config.temperature, leave_out)
         return found._replace(
-            latent=take(latent_GNZ, law.pick(weight_GN, pick_key_G)),
+            latent=take_draw(latent_GNZ, law.pick(weight_GN, pick_key_G)),
             draws=found.draws + size,
             decoded=found.decoded + counted.decoded,
             done=jnp.ones_like(found.done),
@@ -122,7 +122,9 @@ def from_pool(
 
 
 def kept_back(config: SamplerConfig, least: int) -> int:
-    """How many draws to reserve for a choice by weight, where an exact search may end without a pool to choose from.
+    """The number of draws, of the budget, that an exact search leaves for a last pool.
+
+    Where the budget ends before the search is decided, the chunk is chosen by weight from that pool.
 
     least: the fewest draws that the search itself needs.
     """

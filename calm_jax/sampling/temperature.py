@@ -138,7 +138,7 @@ def emission_probabilities(count_BN: Array, n: int) -> Array:
 
         C(c, n) / (left + C(r+n, n) - C(r, n)),   left = sum_y C(rest_y, n),   r = max(n-1, max_y rest_y).
 
-    Why an emitted chunk has the law p^n: the denominator depends on `rest` alone, and `rest` is N-n independent draws
+    Why an emitted chunk has the distribution p^n: the denominator depends on `rest` alone, and `rest` is N-n independent draws
     of p whatever x is. Why the probabilities sum to at most 1: the denominator is at least `sum_y C(c_y, n)` of the
     whole pool. After a refusal a fresh pool can be tried, of a size that may depend on the past.
 

@@ -10,7 +10,7 @@ from calm_jax import brier
 from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.parallel.constraints import rows_per_device
 from calm_jax.sampling.chunk_model import ChunkModel, at_once
-from calm_jax.tasks.base import Batch, Metrics, Params, chunks, total
+from calm_jax.tasks.base import Batch, Metrics, Params, call, chunks, total
 from calm_jax.tasks.language_model import (
     chunk_model,
     counted_chunks,
@@ -49,11 +49,10 @@ class AutoregressiveTask:
         variables = {"params": params}
 
         def latents(h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
-            tokens_PN: Any = self.model.apply(variables, h_PD, num_draws, key_P, method="sample")
-            return tokens_PN[..., None]
+            return call(self.model, variables, "sample", h_PD, num_draws, key_P)[..., None]
 
         def log_probs(h_PD: Array) -> Array:
-            return self.model.apply(variables, h_PD, method="log_probs")  # type: ignore[return-value]
+            return call(self.model, variables, "log_probs", h_PD)
 
         def unfold(token_R1: Array) -> Array:
             return token_R1[:, None]
@@ -66,13 +65,12 @@ class AutoregressiveTask:
     def _loss(self, params: Params, batch: Batch) -> Array:
         """Cross-entropy of each token but the first in nats, [B, T-1]; 0 where masked."""
         tokens_BLK, targets_BLK = chunks(batch, 1)
-        h_BLD: Any
-        h_BLD, _ = self.model.apply(
-            {"params": params}, tokens_BLK[:, :-1], documents_of(batch, 1), method="hidden"
-        )
+        variables = {"params": params}
+        inputs = tokens_BLK[:, :-1], documents_of(batch, 1)
+        h_BLD, _ = call(self.model, variables, "hidden", *inputs)
         block = at_once(rows_per_device(len(h_BLD)) * self.model.vocab_size)
         targets_BL = targets_BLK[:, 1:, 0]
-        return self.model.apply({"params": params}, h_BLD, targets_BL, block, method="loss")  # type: ignore[return-value]
+        return call(self.model, variables, "loss", h_BLD, targets_BL, block)
 
     def loss(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
         """The cross-entropy per token in nats."""

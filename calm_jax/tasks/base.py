@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -37,6 +38,11 @@ class Task(Protocol):
     def report(self, sums: Any) -> dict[str, float]:
         """Named values from the sums over a split, on the host."""
         ...
+
+
+def call(module: nn.Module, variables: Params, method: str, *arguments: Any) -> Any:
+    """Calls a method of a Flax module. `Module.apply` is typed as if it returned mutable collections too; there are none."""
+    return module.apply(variables, *arguments, method=method)
 
 
 def split_keys(key_B: Array, num: int) -> Array:

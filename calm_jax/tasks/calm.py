@@ -13,7 +13,7 @@ from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM
 from calm_jax.models.kv_cache import SegmentIds
 from calm_jax.sampling.chunk_model import ChunkModel, at_once
-from calm_jax.tasks.base import Batch, Metrics, Params, chunks, flatten, split_keys, total
+from calm_jax.tasks.base import Batch, Metrics, Params, call, chunks, flatten, split_keys, total
 from calm_jax.tasks.language_model import (
     chunk_model,
     counted_chunks,
@@ -54,31 +54,27 @@ class CalmTask:
         """The model as samplers see it."""
 
         def latents(h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
-            return self.model.apply(  # type: ignore[return-value]
-                {"params": params}, h_PD, num_draws, key_P, noise_scale, method="sample"
-            )
+            arguments = h_PD, num_draws, key_P, noise_scale
+            return call(self.model, {"params": params}, "sample", *arguments)
 
         def unfold(latent_RZ: Array) -> Array:
-            return self.autoencoder.apply(frozen, latent_RZ, method="unfold")  # type: ignore[return-value]
+            return call(self.autoencoder, frozen, "unfold", latent_RZ)
 
         def argmax_tokens(x_RD: Array) -> Array:
-            block = at_once(len(x_RD))
-            return self.autoencoder.apply(frozen, x_RD, block, method="argmax_tokens")  # type: ignore[return-value]
+            return call(self.autoencoder, frozen, "argmax_tokens", x_RD, at_once(len(x_RD)))
 
         return chunk_model(self.model, params, latents, unfold, argmax_tokens, log_probs=None)
 
     def posterior(self, frozen: Params, tokens_PK: Array) -> Posterior:
         """The frozen autoencoder's posterior of chunks of true tokens [P, K], without dropout."""
-        return jax.lax.stop_gradient(self.autoencoder.apply(frozen, tokens_PK, method="encode"))  # type: ignore[return-value]
+        return jax.lax.stop_gradient(call(self.autoencoder, frozen, "encode", tokens_PK))
 
     def hidden(
         self, params: Params, tokens_BLK: Array, documents: SegmentIds | None = None
     ) -> Array:
         """The hidden states that predict each chunk but the first, [B, L-1, D]."""
-        h_BLD: Any
-        h_BLD, _ = self.model.apply(
-            {"params": params}, tokens_BLK[:, :-1], documents, method="hidden"
-        )
+        inputs_BLK = tokens_BLK[:, :-1]
+        h_BLD, _ = call(self.model, {"params": params}, "hidden", inputs_BLK, documents)
         return h_BLD
 
     def loss(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
@@ -87,7 +83,7 @@ class CalmTask:
         h_PD = flatten(self.hidden(params, tokens_BLK, documents_of(batch, self.chunk_size)))
         posterior = self.posterior(frozen, flatten(tokens_BLK[:, 1:]))
         key_P = flatten(split_keys(key_B, tokens_BLK.shape[1] - 1))
-        loss_P: Any = self.model.apply({"params": params}, h_PD, posterior, key_P, method="loss")
+        loss_P = call(self.model, {"params": params}, "loss", h_PD, posterior, key_P)
         return {"loss": total(loss_P, flatten(counted_chunks(0, targets_BLK)))}
 
     def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Any:
@@ -100,7 +96,7 @@ class CalmTask:
         def loss_of(xs: tuple[Array, Array, Array]) -> Array:
             h_BD, tokens_BK, key_B = xs
             posterior = self.posterior(frozen, tokens_BK)
-            return self.model.apply({"params": params}, h_BD, posterior, key_B, method="loss")  # type: ignore[return-value]
+            return call(self.model, {"params": params}, "loss", h_BD, posterior, key_B)
 
         documents = documents_of(batch, self.chunk_size)
         h_BLD = self.hidden(params, tokens_BLK, documents)

@@ -15,7 +15,7 @@ from calm_jax.models.kv_cache import Fork, KVCache, Memory, SegmentIds
 from calm_jax.models.transformer import TransformerConfig
 from calm_jax.parallel.constraints import rows_per_device
 from calm_jax.sampling.chunk_model import ChunkModel, at_once
-from calm_jax.tasks.base import Params, ratio, split_keys
+from calm_jax.tasks.base import Params, call, ratio, split_keys
 
 
 def documents_of(batch: Mapping[str, Any], chunk_size: int) -> SegmentIds | None:
@@ -37,7 +37,7 @@ def chunk_model(
     """A language model as samplers see it; `advance`, `empty_cache` and `fork` are the same for all of them."""
 
     def advance(tokens_BLK: Array, memory: Memory | None) -> tuple[Array, Memory | None]:
-        return model.apply({"params": params}, tokens_BLK, memory, method="hidden")  # type: ignore[return-value]
+        return call(model, {"params": params}, "hidden", tokens_BLK, memory)
 
     def empty_cache(batch: int, size: int, window: int | Array) -> KVCache:
         body = model.config

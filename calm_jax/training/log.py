@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import tensorboardX
 
-from calm_jax.cli.files import finite, write_atomically
+from calm_jax.cli.files import nan_to_none, write_atomically
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
 
@@ -61,7 +61,7 @@ class MetricsLog:
 
     def write(self, stage: str, split: str, step: int, values: Mapping[str, float]) -> None:
         """Appends a record. Raises `UserError` if it cannot be written."""
-        numbers = finite({name: float(value) for name, value in values.items()})
+        numbers = nan_to_none({name: float(value) for name, value in values.items()})
         record = {"stage": stage, "split": split, "step": step} | numbers
         self.records.append(record)
         if not multihost.is_primary():

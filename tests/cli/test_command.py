@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from calm_jax.cli.files import finite
+from calm_jax.cli.files import nan_to_none
 from tests.workdirs import ROOT, run
 
 
@@ -47,4 +47,4 @@ def test_a_command_ends_without_an_error_when_the_reader_of_its_output_exits():
 
 def test_nan_and_infinities_become_null_at_every_depth_of_a_json_tree():
     tree = {"a": [{"b": float("nan")}, 1.5], "c": float("inf")}
-    assert json.dumps(finite(tree), allow_nan=False) == '{"a": [{"b": null}, 1.5], "c": null}'
+    assert json.dumps(nan_to_none(tree), allow_nan=False) == '{"a": [{"b": null}, 1.5], "c": null}'

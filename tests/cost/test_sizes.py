@@ -8,7 +8,6 @@ from calm_jax.config import resolve
 from calm_jax.cost import sizes
 from calm_jax.data.tokenizers import Vocabulary
 from calm_jax.models.heads import HEADS
-from calm_jax.models.kv_cache import KVCache
 from calm_jax.training.optimizer import make_optimizer
 from configs import calm_m, calm_xl, quickstart
 
@@ -52,14 +51,6 @@ def test_state_bytes_equal_the_sizes_of_the_arrays():
     assert on_paper["frozen"] == bytes_of(other)
     # The arrays hold the optimizer's step counters besides.
     assert 0 <= bytes_of(optimizer) - on_paper["optimizer"] < 100
-
-
-def test_cache_bytes_equal_the_sizes_of_the_arrays():
-    config = resolve(calm_m.get_config())
-    model = config.lm.model
-    size = (model.num_layers, 3, 512, model.num_kv_heads, model.head_size)
-    cache = jax.eval_shape(lambda: KVCache.empty(*size, 512, "bfloat16"))
-    assert sizes.cache_bytes(config, 3, 2048) == bytes_of((cache.key, cache.value))
 
 
 def test_ideal_traffic_gathers_parameters_twice_and_scatters_gradients_once():

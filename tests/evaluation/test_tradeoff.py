@@ -20,13 +20,13 @@ from calm_jax.sampling.chunk_model import ChunkModel
 from configs import quickstart
 
 PAD = ByteTokenizer(b"").pad_id
-# For each K, the chunks of the known law and their probabilities; chunks share prefixes.
+# For each K, the chunks of the known distribution and their probabilities; chunks share prefixes.
 CHUNKS = {4: [(1, 1, 1, 1), (1, 1, 1, 2), (1, 2, 1, 1), (2, 1, 1, 1)], 2: [(1, 1), (1, 2), (2, 1)]}
 LAWS = {4: np.array([0.4, 0.3, 0.2, 0.1]), 2: np.array([0.5, 0.3, 0.2])}
 
 
 def known_model(chunk_size: int) -> ChunkModel:
-    """A model whose next chunk has the same law in every context."""
+    """A model whose next chunk has the same distribution in every context."""
     chunks, law = jnp.array(CHUNKS[chunk_size]), jnp.array(LAWS[chunk_size])
 
     def latents(h_PD, num_draws, key_P, noise_scale):
@@ -87,7 +87,7 @@ def measure(chunk_size: int, temperatures, **changes):
 
 
 def expected(chunk_size: int, exponent: float) -> tuple[np.ndarray, np.ndarray]:
-    """The accuracy and the collision probability of the first 1 to 4 tokens, for independent chunks of the law's power."""
+    """The accuracy and the collision probability of the first 1 to 4 tokens, for independent chunks of the distribution's power."""
     law = LAWS[chunk_size] ** exponent
     law /= law.sum()
     texts, probability = np.array(CHUNKS[chunk_size]), law

@@ -77,7 +77,7 @@ def test_the_true_noise_gives_the_start_and_the_posterior_of_the_step_back(num_s
         magnified = np.abs(to.start - target) * np.sqrt(schedule.alpha_bar)[:, None]
         assert magnified.max() < 1e-6
         before, beta = schedule.alpha_bar_before[1:, None], schedule.beta[1:, None]
-        # x, before the step, has the law N(sqrt(before) target, 1 - before); the state N(sqrt(1 - beta) x, beta).
+        # x, before the step, has the distribution N(sqrt(before) target, 1 - before); the state N(sqrt(1 - beta) x, beta).
         precision = 1 / (1 - before) + (1 - beta) / beta
         mean = np.sqrt(before) * target[1:] / (1 - before)
         mean = (mean + np.sqrt(1 - beta) * np.asarray(state)[1:] / beta) / precision

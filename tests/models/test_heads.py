@@ -1,4 +1,4 @@
-"""Laws that hold for every latent head, initial values, and configs that are refused."""
+"""Properties that hold for every latent head, initial values, and configs that are refused."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ def test_every_latent_head_has_a_config_in_these_tests():
     assert set(HEADS) - set(LATENT_HEADS) == {"softmax"}
 
 
-# --- Laws of every head
+# --- Properties of every head
 
 
 @pytest.mark.parametrize("name", LATENT_HEADS)

@@ -1,4 +1,4 @@
-"""The heads learn: each overfits one batch, and the latent heads learn a law with two modes."""
+"""The heads learn: each overfits one batch, and the latent heads learn a distribution with two modes."""
 
 import math
 
@@ -108,10 +108,10 @@ def overfitted_latent_head(name, steps, learning_rate):
 
 
 def loss_floor(name):
-    """The expected loss of a head whose draws have exactly the law of each position's posterior, a Gaussian."""
+    """The expected loss of a head whose draws have exactly the distribution of each position's posterior, a Gaussian."""
     std = POSTERIOR_STD
     if name == "energy":
-        # 2 E|x - t| - E|x - x'|, where x, x' and t have one law.
+        # 2 E|x - t| - E|x - x'|, where x, x' and t have one distribution.
         return mean_norm(Z, math.sqrt(2) * std)
     if name == "flow":
         # The variance of target - noise given the state, std^2 / ((1-t)^2 + t^2 std^2), over t in (0, 1).
@@ -173,7 +173,7 @@ def test_the_softmax_head_overfits_one_batch():
     np.testing.assert_array_equal(log_p[:, :-1].argmax(-1), tokens[:, 1:])
 
 
-# --- A law with two modes
+# --- A distribution with two modes
 
 MODE, MODE_STD, NUM_DRAWS = np.array([1.2, 0.6]), 0.3, 2000
 
@@ -201,7 +201,7 @@ def expected_energy_distance(num):
 
 
 def test_energy_distance_separates_the_mixture_from_a_gaussian_with_its_moments():
-    """Checks the measure of the next test on known laws."""
+    """Checks the measure of the next test on known distributions."""
     expected = expected_energy_distance(NUM_DRAWS)
     exact = [energy_distance(mixture(NUM_DRAWS, s), mixture(NUM_DRAWS, 50 + s)) for s in range(8)]
     assert max(exact) < 3 * expected

@@ -352,7 +352,7 @@ def test_a_workdir_that_not_all_processes_see_is_refused(text_glob, tmp_path, se
     (message,) = both.errors()
     assert message.startswith("error: process 1: ") and str(tmp_path / "1" / "run") in message
     assert "file system that all processes share" in message
-    assert not (tmp_path / "0" / "run" / multihost.MARK).exists()
+    assert not (tmp_path / "0" / "run" / multihost.PROBE_FILE).exists()
 
 
 @pytest.mark.slow

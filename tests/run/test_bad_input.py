@@ -108,6 +108,29 @@ def test_an_argument_for_a_recipe_that_takes_none_is_refused(capsys, monkeypatch
     assert "configs/ar_s.py:head=flow: this recipe takes no argument" in line
 
 
+# A recipe file, and what the message must contain.
+BAD_RECIPES = {
+    "x = 1 / 0": "ZeroDivisionError: division by zero",
+    "x = missing": "NameError: name 'missing' is not defined",
+    "import no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
+    "open('/nowhere/x')": "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/x'",
+    "x = 1": "KeyError: 'get_config'",
+    "def get_config(: pass": "SyntaxError: invalid syntax (recipe.py, line 1)",
+    "def get_config(): raise ValueError('two\\nlines')": "ValueError: two lines",
+    "def get_config(x): pass": "TypeError: get_config() missing 1 required positional argument: 'x'",
+}
+
+
+@pytest.mark.parametrize("content", BAD_RECIPES)
+def test_the_message_names_a_recipe_that_fails_and_its_error(
+    content, tmp_path, capsys, monkeypatch
+):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(content)
+    line = refuse(capsys, monkeypatch, f"--config={recipe}", "--config.seed=1")
+    assert line == f"error: --config={recipe}: {BAD_RECIPES[content]}"
+
+
 @pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
 def test_the_message_names_a_bad_recipe_argument(arguments, tmp_path, capsys, monkeypatch):
     recipe = f"--config=configs/quickstart.py:{arguments}"

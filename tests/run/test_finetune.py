@@ -11,13 +11,8 @@ import pytest
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.data.corpus import DataConfig, load_corpus
 from calm_jax.data.documents import Document
-from calm_jax.data.packing import (
-    MASKED,
-    BlockConfig,
-    encode_documents,
-    pack_completions,
-    pack_records,
-)
+from calm_jax.data.packing import MASKED, BlockConfig, encode_documents
+from calm_jax.data.records import pack_completions, pack_records
 from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
 from calm_jax.parallel.mesh import make_mesh

@@ -13,7 +13,7 @@ from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
 from calm_jax.models import attention
 from calm_jax.models.kv_cache import KVCache
-from calm_jax.run.generator import Continuation, Generator, bucket
+from calm_jax.run.generator import Continuation, Generator, padded_length
 from calm_jax.run.workdir import Workdir
 from calm_jax.sampling import decode
 from calm_jax.sampling.chunk_model import ChunkModel
@@ -446,7 +446,7 @@ def test_match_sharpens_the_law_of_completions_below_temperature_1():
     }
     assert not any(one.exact[0] for one in done)
     share = np.mean([one.text == "cd" for one in done])
-    # The law is 0.8 (at T = 1: 2/3). The bound is 5 standard errors of 0.0177, one false alarm in a million, and 0.01 for
+    # The probability is 0.8 (at T = 1: 2/3). The bound is 5 standard errors of 0.0177, one false alarm in a million, and 0.01 for
     # the bias of a pool of 48.
     assert abs(share - 0.8) < 5 * 0.0177 + 0.01
     assert share > 2 / 3 + 0.03
@@ -606,8 +606,16 @@ def test_calls_of_similar_lengths_share_a_compiled_program():
     assert decode.prefill._cache_size() == compiled[0] + 1
 
 
-def test_buckets_are_powers_of_two_from_16_on():
-    assert [bucket(n) for n in (1, 16, 17, 32, 33, 100, 128)] == [16, 16, 32, 32, 64, 128, 128]
+def test_padded_lengths_are_powers_of_two_from_16_on():
+    assert [padded_length(n) for n in (1, 16, 17, 32, 33, 100, 128)] == [
+        16,
+        16,
+        32,
+        32,
+        64,
+        128,
+        128,
+    ]
 
 
 # --- Long texts

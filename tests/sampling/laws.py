@@ -17,7 +17,7 @@ def power(probs, s: float) -> np.ndarray:
 
 
 def p_value(counts, law) -> float:
-    """Of a chi-square test that the counts are draws of a law; 0 if something of probability 0 was drawn."""
+    """Of a chi-square test that the counts are draws of a distribution; 0 if something of probability 0 was drawn."""
     counts, law = np.asarray(counts), np.asarray(law, float)
     assert counts.shape == law.shape
     possible = law > 0

@@ -1,7 +1,7 @@
-"""The samplers end to end on known distributions ("laws"): the law of their chunks, their cost, and their refusals.
+"""The samplers end to end, on known distributions: how their chunks are distributed, their cost, and their refusals.
 
 B rows, N draws, C chunks, K tokens per chunk. The toy model's latent is a chunk's index; its "hidden state" is the row of
-a table of laws. Seeds are fixed (see `laws.FALSE_ALARM`).
+a table of distributions. Seeds are fixed (see `laws.FALSE_ALARM`).
 """
 
 import functools
@@ -28,7 +28,7 @@ BOOK = np.array([(c % 3, c // 3) for c in range(2000)], np.int32)
 
 
 def known_model(*law_table, book=BOOK):
-    """A model of some laws over the chunks of `book`; a row's hidden state is the number of its law."""
+    """A model of some distributions over the chunks of `book`; a row's hidden state is the number of its distribution."""
     most = max(map(len, law_table))
     table = np.array([np.pad(law, (0, most - len(law))) for law in law_table])
     with np.errstate(divide="ignore"):
@@ -74,12 +74,12 @@ def number_of(tokens_BK):
 
 
 def p_value(number_B, law_C):
-    """Of a chi-square test that the chunks' numbers are draws of a law."""
+    """Of a chi-square test that the chunks' numbers are draws of a distribution."""
     return laws.p_value(np.bincount(number_B, minlength=len(law_C)), law_C)
 
 
 def choice_law(counts, n, leave_out):
-    """The law of a choice by weight from one pool at 1/T = n, straight from the formulas (`temperature.log_weights`)."""
+    """The distribution of a choice by weight from one pool at 1/T = n, straight from the formulas (`temperature.log_weights`)."""
     n = min(n, max(counts))
     weight = [math.comb(c, n) for c in counts]
     if leave_out:
@@ -94,7 +94,7 @@ def choice_law(counts, n, leave_out):
 @pytest.mark.parametrize("temperature_", [0.8, 0.5, 0.4, 0.3])
 @pytest.mark.parametrize("sampler", ["pooled", "rejection"])
 def test_exact_samplers_draw_the_power_of_the_law(sampler, temperature_, monkeypatch):
-    """With a budget that is never used up, pools that are small enough to refuse, and rows of two laws."""
+    """With a budget that is never used up, pools that are small enough to refuse, and rows of two distributions."""
     monkeypatch.setattr(exact, "FIRST_POOL", 4)
     monkeypatch.setattr(exact, "_LARGEST_POOL", 8)
     monkeypatch.setattr(exact, "_BLOCK", 4)
@@ -118,12 +118,12 @@ def test_exact_rows_draw_the_power_where_other_rows_exhaust_their_budget(sampler
     number_B, sampled = run(known_model(law), config, 12_000)
     assert 0.05 < sampled.exact.mean() < 0.95
     assert p_value(number_B[sampled.exact], power(law, n)) > FALSE_ALARM
-    # A control of the flag and of the statistical test: rows that are not exact have another law.
+    # A control of the flag and of the statistical test: rows that are not exact have another distribution.
     assert p_value(number_B[~sampled.exact], power(law, n)) < FALSE_ALARM
 
 
 def test_when_the_last_pool_refuses_its_chunk_is_chosen_by_leave_out_weights():
-    """The law of the refused rows, from all possible counts of one pool of 5."""
+    """The distribution of the refused rows, from all possible counts of one pool of 5."""
     number_B, sampled = run(known_model(PROBS), config_of(1 / 2, "pooled", max_draws=5), 12_000)
     assert 0.1 < sampled.exact.mean() < 0.9
     law = np.zeros(3)
@@ -156,7 +156,7 @@ def test_the_fraction_step_accepts_a_chunk_with_probability_p_to_the_a(prob, a):
     """With draws made in blocks of 8."""
     rows, model = 8000, known_model((prob, 1 - prob))
     h_B1, key_B = jnp.zeros((rows, 1)), jax.random.split(jax.random.key(2), rows)
-    found = search.nothing(model, h_B1, key_B, np.ones(rows, bool))
+    found = search.new_search(model, h_B1, key_B, np.ones(rows, bool))
     found = found._replace(exact=jnp.ones(rows, bool))
     accepted = jax.jit(lambda found: exact.accept_fraction(model, h_B1, key_B, found, a, 8, 10**6))(
         found
@@ -257,7 +257,7 @@ def test_a_growing_pool_stops_at_sixteen_groups_of_equal_draws():
 def test_draws_stay_within_the_budget_and_an_exhausted_budget_is_not_exact(
     sampler, temperature_, max_draws
 ):
-    """On a law that is too flat for a search to succeed; the chunk is then still one of the draws."""
+    """On a distribution that is too flat for a search to succeed; the chunk is then still one of the draws."""
     flat, peaked = np.full(1800, 1 / 1800), np.r_[np.zeros(1900), [0.9, 0.1]]
     law_B = np.arange(60) % 2
     config = config_of(temperature_, sampler, max_draws=max_draws)
@@ -268,7 +268,7 @@ def test_draws_stay_within_the_budget_and_an_exhausted_budget_is_not_exact(
     if temperature.split_exponent(temperature_)[1] == 0:
         # The unused rest is less than a block. (For other exponents a search may end undecided before.)
         assert (sampled.draws[flat_B & ~sampled.exact] > max_draws - 16).all()
-    # Chunks come from the row's own law, and rows differ.
+    # Chunks come from the row's own distribution, and rows differ.
     assert (number_B[flat_B] < 1800).all() and len(set(number_B[flat_B])) > 20
     assert np.isin(number_B[~flat_B], (1900, 1901)).all()
     assert (sampled.decoded <= 2 * (max_draws * 2 + 1)).all()
@@ -311,7 +311,7 @@ def test_a_rows_chunk_depends_neither_on_other_rows_nor_on_the_group_size(sample
 
 
 def test_at_temperature_1_every_sampler_is_the_same_single_draw():
-    """With the law p, and the same random numbers for all samplers."""
+    """With the distribution p, and the same random numbers for all samplers."""
     results = [
         run(known_model(PROBS), config_of(1, sampler, max_draws=1), 5000) for sampler in SAMPLERS
     ]

@@ -1,4 +1,4 @@
-"""Likelihood-free temperature: the law of a choice from one pool, by enumerating all pools, and of the fraction step.
+"""Likelihood-free temperature: the distribution of a choice from one pool, by enumerating all pools, and of the fraction step.
 
 B rows, N draws per row, C chunks or cases, R trials. Seeds are fixed (see `laws.FALSE_ALARM`).
 """
@@ -121,7 +121,7 @@ def emission_of_pools(pool_BN, n):
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("num_draws", [2, 3, 4, 5, 6, 7, 8])
 def test_emission_over_every_ordered_pool_is_proportional_to_the_power(num_draws, n):
-    """For every pool size from n on, to 1e-12, for two laws; a smaller pool always refuses."""
+    """For every pool size from n on, to 1e-12, for two distributions; a smaller pool always refuses."""
     pool_BN = np.array(list(itertools.product(range(3), repeat=num_draws)))
     with jax.enable_x64(True):
         prob_BN = np.asarray(emission_of_pools(pool_BN, n))
@@ -225,7 +225,7 @@ def test_algorithm_2_over_all_ordered_pools_has_its_known_law():
 
 
 def expected_law(num_draws: int, temperature_: float, leave_out: bool) -> np.ndarray:
-    """The law of a choice from one pool, over all counts with their multinomial probability."""
+    """The distribution of a choice from one pool, over all counts with their multinomial probability."""
     counts_C3 = compositions(num_draws, 3)
     multinomial_C = scipy.stats.multinomial.pmf(counts_C3, num_draws, PROBS)
     return multinomial_C @ law_of_counts(counts_C3, temperature_, leave_out)[0]
@@ -416,7 +416,7 @@ def test_tiny_temperatures_take_the_most_frequent_chunk(tiny, leave_out):
 
 @pytest.mark.parametrize("leave_out", [False, True])
 def test_draws_with_count_0_are_not_chosen(leave_out):
-    """At any place in the pool; the other draws have the law of a pool without them."""
+    """At any place in the pool; the other draws have the distribution of a pool without them."""
     count_BN = np.array([[0, 3, 0, 2, 3, 2, 0, 3, 1], [0, 0, 1, 0, 0, 0, 1, 0, 0]])
     for temperature_ in (1, 1 / 2, 0.4):
         log_weight_BN, level_B = log_weights(count_BN, temperature_, leave_out)
@@ -488,7 +488,7 @@ def sequential_factory(prob: float, fraction: float, num: int) -> tuple[np.ndarr
     [(0.25, 0.5, 0.5, 2.0), (0.1, 0.3, 0.50119, 5.0119), (0.5, 0.9, 0.53589, 1.07177)],
 )
 def test_patience_accepts_as_the_sequential_second_step_does(prob, fraction, accepted, mean_draws):
-    """With probability p^a, after p^(a-1) draws on average; and the same joint law of both."""
+    """With probability p^a, after p^(a-1) draws on average; and the same joint distribution of both."""
     patience_R = patience_of(fraction)
     first_match_R = np.random.default_rng(7).geometric(prob, len(patience_R))
     draws_R = np.minimum(first_match_R, patience_R)

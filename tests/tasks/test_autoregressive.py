@@ -323,7 +323,7 @@ def test_generation_at_temperature_0_equals_the_argmax_of_full_forward_passes():
     assert len(np.unique(expected)) > 3  # not one token over and over
     np.testing.assert_array_equal(chunks.tokens[..., 0], expected)
     assert state.step == steps and not state.ended.any()
-    # With known probabilities a token costs one draw, and its law is exact.
+    # With known probabilities a token costs one draw, and its distribution is exact.
     assert (chunks.draws == 1).all() and (chunks.decoded == 1).all() and chunks.exact.all()
 
 
@@ -361,7 +361,7 @@ def counts(probs, temperature=1.0, top_p=1.0):
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0, 0.5, 0.3])
 def test_draws_have_the_law_of_their_temperature(temperature):
-    """p^(1/T), normalised. A control: the test rejects the law of a temperature that is a sixth lower."""
+    """p^(1/T), normalised. A control: the test rejects the distribution of a temperature that is a sixth lower."""
     count_V = counts(PROBS, temperature)
     assert p_value(count_V, PROBS ** (1 / temperature)) > 1e-4
     assert p_value(count_V, PROBS ** (1.2 / temperature)) < 1e-4
@@ -464,7 +464,7 @@ def test_draw_and_sample_chunk_have_the_law_of_log_probs():
     law_V = np.exp(np.asarray(model.log_probs(h_1D)[0], np.float64))
     assert (
         law_V.max() < 0.5
-    )  # a law worth testing; expected counts are at least 5 in all but rare tokens
+    )  # a distribution worth testing; expected counts are at least 5 in all but rare tokens
     drawn = np.asarray(model.draw(h_1D, DRAWS, keys(1)))
     assert drawn.shape == (1, DRAWS, 1)
     h_BD, active_B = np.repeat(h_1D, DRAWS, axis=0), np.ones(DRAWS, bool)
