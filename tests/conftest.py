@@ -10,6 +10,11 @@ CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Most of a test's time is compiling, and half of that is LLVM's optimisation. XLA_FLAGS= in the environment leaves it on.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+# jaxlib 0.10.1 logs a long line of error for every program that it loads from the cache.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402

@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import time
 
 import numpy as np
@@ -59,7 +60,7 @@ def kill_and_finish(recipe: str, workdir: pathlib.Path, kill_after: dict[str, in
         "--config.lm.training.checkpoint_every=2",
     )
     for stage, after in kill_after.items():
-        process = start(*command)
+        process = start(*command, stderr=subprocess.DEVNULL)
         for line in process.stdout:
             if re.match(rf"{stage}: step {after}/", line):
                 break
@@ -88,13 +89,15 @@ def test_sigterm_saves_a_checkpoint_and_ends_with_status_75(finished, text_glob,
         f"--config=tests/tiny_recipe.py:{text_glob}",
         f"--workdir={workdir}",
     )
-    process = start(*recipe)
+    with open(tmp_path / "err", "w") as errors:
+        process = start(*recipe, stderr=errors)
     for line in process.stdout:
         if line.startswith("autoencoder: step 4/"):
             break
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate()
+    process.communicate()
     assert process.returncode == 75
+    err = (tmp_path / "err").read_text()
     message = re.search(r"interrupted: SIGTERM: stage autoencoder is saved at step (\d+); .*", err)
     assert (workdir / "autoencoder" / message[1]).is_dir()
     run(*recipe)
