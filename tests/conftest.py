@@ -1,5 +1,6 @@
 """Shared set-up: JAX on the CPU, its persistent compilation cache, and fixtures of several test folders."""
 
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -10,9 +11,14 @@ CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# Most of a test's time is compiling, and half of that is LLVM's optimisation. XLA_FLAGS= in the environment leaves it on.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-
+# Most of a test's time is compiling, and most of that is optimisation. XLA_FLAGS= in the environment leaves it on. (An unknown
+# flag ends the process, and 0.11 has no other emitters.)
+_HAS_OLD_EMITTERS = importlib.metadata.version("jaxlib") < "0.11"
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0"
+    + " --xla_cpu_use_fusion_emitters=false" * _HAS_OLD_EMITTERS,
+)
 # jaxlib 0.10.1 logs a long line of error for every program that it loads from the cache.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 

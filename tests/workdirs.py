@@ -1,6 +1,7 @@
 """Helpers that run the commands of the package as subprocesses, and read the workdirs that they write."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -47,6 +48,11 @@ def start(*args: str, stderr=subprocess.PIPE, **popen) -> subprocess.Popen:
         stderr=stderr,
         **popen,
     )
+
+
+def as_users_compile() -> dict[str, str]:
+    """The environment of a command that is to be compiled with all optimisation, which tests leave out (conftest.py)."""
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
 
 
 def run(*args: str, status: int = 0, **popen) -> str:

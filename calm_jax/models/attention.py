@@ -212,11 +212,11 @@ def _blocks_backward(
         )
 
         def transposed_product(x_BGRLA: Array, y_BGRLS: Array) -> Array:
+            # In float32: jaxlib 0.10.1 has no bfloat16 product of this layout on CPUs, and fails when it runs.
             return jnp.einsum(
                 "BGARL,BGRLS->BGAS",
-                x_BGRLA.transpose(0, 1, 4, 2, 3),
-                y_BGRLS,
-                preferred_element_type=exact,
+                x_BGRLA.transpose(0, 1, 4, 2, 3).astype(exact),
+                y_BGRLS.astype(exact),
             )
 
         key_gradient_BGAS = key_gradient_BGAS.at[..., :last].add(

@@ -97,8 +97,9 @@ def test_blocks_equal_xla(length, segments):
     agree("blocks", inputs(2, length, 4, 2, 8, segments=segments))
 
 
-def test_blocks_equal_xla_in_bfloat16_up_to_rounding():
-    agree("blocks", inputs(2, 300, 4, 2, 64, jnp.bfloat16, segments=True), tolerance=2e-2)
+@pytest.mark.parametrize("length", [31, 300])
+def test_blocks_equal_xla_in_bfloat16_up_to_rounding(length):
+    agree("blocks", inputs(2, length, 4, 2, 64, jnp.bfloat16, segments=True), tolerance=2e-2)
 
 
 def test_auto_on_a_cpu_is_bitwise_blocks():
