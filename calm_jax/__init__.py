@@ -1,9 +1,17 @@
 """CALM, Continuous Autoregressive Language Models, in JAX and Flax."""
 
+import os
 from typing import TYPE_CHECKING, Any
+
+from calm_jax.parallel.host_memory import computes_on_cpus
 
 if TYPE_CHECKING:
     from calm_jax.run.generator import Continuation, Generator
+
+# jaxlib 0.10 logs two lines of error, which mean nothing, for each kernel that it loads from the compilation cache of a CPU.
+# It reads this variable when it is imported. What goes wrong is raised as an exception all the same.
+if computes_on_cpus():
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 __all__ = ["Continuation", "Generator"]
 

@@ -23,7 +23,7 @@ def keep_freed_memory() -> bool:
         Whether malloc was changed: False without glibc, and where JAX may find an accelerator, whose host needs its
         memory for other things.
     """
-    if platform.libc_ver()[0] != "glibc" or not _computes_on_cpus():
+    if platform.libc_ver()[0] != "glibc" or not computes_on_cpus():
         return False
     mallopt = ctypes.CDLL(None).mallopt
     # One arena, because the others return large blocks; no mmap for large blocks; never trim the heap.
@@ -31,7 +31,7 @@ def keep_freed_memory() -> bool:
     return all([mallopt(parameter, value) for parameter, value in settings])
 
 
-def _computes_on_cpus() -> bool:
+def computes_on_cpus() -> bool:
     """Whether JAX will use CPUs: the environment says so, or no plugin for an accelerator is installed."""
     chosen = os.environ.get("JAX_PLATFORMS", "")
     if chosen:

@@ -72,7 +72,7 @@ def test_the_platforms_of_the_environment_decide_whether_freed_memory_is_kept(
     chosen, expected, monkeypatch
 ):
     monkeypatch.setenv("JAX_PLATFORMS", chosen)
-    assert host_memory._computes_on_cpus() is expected
+    assert host_memory.computes_on_cpus() is expected
 
 
 @pytest.mark.parametrize("installed", [None, "libtpu", "jax_plugins"])
@@ -80,4 +80,4 @@ def test_without_a_choice_an_installed_plugin_decides(installed, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(host_memory.importlib.metadata, "entry_points", lambda group: ())
     monkeypatch.setattr(host_memory.importlib.util, "find_spec", lambda name: name == installed)
-    assert host_memory._computes_on_cpus() is (installed is None)
+    assert host_memory.computes_on_cpus() is (installed is None)

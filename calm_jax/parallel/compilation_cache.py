@@ -1,0 +1,44 @@
+"""JAX's persistent compilation cache, so that a command compiles a program only the first time."""
+
+import functools
+import hashlib
+import os
+import pathlib
+import platform
+
+import jax
+
+# Programs that took less to compile are compiled again.
+_LEAST_SECONDS = 0.2
+
+
+def keep_compiled_programs() -> None:
+    """Turns the compilation cache on, in the user's cache folder, unless the user has set JAX's options for it.
+
+    JAX_COMPILATION_CACHE_DIR=DIR puts it elsewhere; JAX_ENABLE_COMPILATION_CACHE=false turns it off.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder()))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
+
+
+def folder() -> pathlib.Path:
+    """`calm_jax` in the user's cache folder, and there one folder for each kind of CPU.
+
+    Programs for a CPU use its instructions, and JAX does not ask whether another machine with the same home has them.
+    """
+    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(root) / "calm_jax" / "compiled" / _cpu()
+
+
+@functools.cache
+def _cpu() -> str:
+    """A name for the kind of CPU: the machine's architecture, and on Linux a hash of the instructions that it has."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
