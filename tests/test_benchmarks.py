@@ -273,6 +273,7 @@ def test_generation_is_compared_with_the_same_model(tmp_path, monkeypatch):
 # --- The command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words, message",
     [

@@ -196,6 +196,7 @@ def standard_errors_off(chunk_size, num_samples, exact, wrong=None):
     return (terms.mean(1) - expected) / error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_samples", [2, 8])
 @pytest.mark.parametrize(("chunk_size", "exact"), MODELS)
 def test_terms_are_unbiased_on_a_known_law(chunk_size, exact, num_samples):
@@ -203,6 +204,7 @@ def test_terms_are_unbiased_on_a_known_law(chunk_size, exact, num_samples):
     assert np.abs(standard_errors_off(chunk_size, num_samples, exact)).max() < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [ignore_own, see_one_more, follow_truth])
 @pytest.mark.parametrize(("chunk_size", "exact"), [(1, True), (2, False)])
 def test_the_test_above_detects_wrong_paths(chunk_size, exact, wrong):
@@ -372,6 +374,7 @@ def step_by_step(model, token_BLK, key_BLJ, num_samples):
     return np.stack(terms, axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunk_size", "exact", "at_once"),
     [
@@ -395,6 +398,7 @@ def test_all_starts_at_once_equal_each_start_alone(chunk_size, exact, at_once):
     assert all(len(np.unique(expected[..., n].round(4))) > 3 for n in range(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 def test_a_fork_of_a_shared_cache_equals_an_ordinary_cache(num_kv_heads):
     """Hidden states of two chunks, read one by one and together, after each number of chunks of the shared cache."""

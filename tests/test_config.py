@@ -558,6 +558,7 @@ def test_the_parameters_of_a_baseline_are_a_transformer_and_two_embedding_tables
     assert count_lm(config) == transformer(config) + tables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIABLE)
 @pytest.mark.parametrize(
     "arguments", ["head=diffusion", "head=flow", "head=softmax", "k=1", "head=flow,k=16"]
@@ -574,6 +575,7 @@ def test_the_parameter_count_of_a_variant_is_the_sum_of_its_parts(name, argument
     assert count_lm(config) == transformer(config) + parts[config.lm.head.name]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
 def test_the_chunk_size_changes_four_layers_of_the_autoencoder(chunk_size):
     """Those to and from the latent, and those between a chunk and its K tokens."""

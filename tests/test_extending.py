@@ -78,6 +78,7 @@ def extended(tmp_path, monkeypatch):
     return tree
 
 
+@pytest.mark.slow
 def test_an_added_head_trains_and_an_added_sampler_generates(extended, tmp_path):
     """In stage 2 of a run as `calm_jax.main` trains it; the autoencoder has random parameters."""
     config, workdir = resolve(extended), Workdir(tmp_path / "run")

@@ -86,7 +86,7 @@ def autoencoder_loss(h_PZ, eps_PMZ):
     return cross_entropy(logits_PKV, tokens_PK).sum(-1) + clamped_kl(posterior, 0.5)
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", [ROWS[0], pytest.param(ROWS[1], marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "loss", [energy_loss, vocabulary_loss, head_loss, autoencoder_loss], ids=lambda f: f.__name__
 )

@@ -103,6 +103,7 @@ def as_xla(config: Config, parts: flops.Flops) -> float:
     return sum(parts.values()) + 3 * masked * seen / num_chunks / config.chunk_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head",
     [
@@ -130,6 +131,7 @@ def test_flops_of_a_small_lm_step_equal_xlas_count(head):
     assert counted(loss, params, frozen) == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.slow
 def test_flops_of_a_small_autoencoder_step_equal_xlas_count():
     tokenizer, config, rows = ByteTokenizer(b""), small("energy"), 8
     task = make_autoencoder_task(config, tokenizer)

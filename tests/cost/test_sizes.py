@@ -22,6 +22,7 @@ def test_language_models_have_the_papers_number_of_parameters():
         assert round(sum(parts.values()) / 1e6, 1) == pytest.approx(millions, abs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_every_parameter_belongs_to_one_part(head):
     config, words = resolve(quickstart.get_config(f"head={head}")), Vocabulary(500, 499)

@@ -69,8 +69,8 @@ def test_the_order_depends_on_the_seed_alone():
 
 
 @pytest.mark.parametrize("now", [1, 2, 4])
-@pytest.mark.parametrize("then", [1, 2, 4])
-@pytest.mark.parametrize("done", [0, 1, 7])
+@pytest.mark.parametrize("then", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("done", [0, pytest.param(1, marks=pytest.mark.slow), 7])
 def test_a_resumed_run_gets_the_remaining_batches_on_any_number_of_processes(done, then, now):
     """7 batches of 4 end in the third epoch of 10 blocks."""
 

@@ -292,6 +292,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.slow
 def test_llama3_equals_an_independent_bpe_on_many_scripts_and_code(llama3, ranks):
     other = hugging_face_bpe(ranks)
     source = pathlib.Path(json.__file__).read_text(encoding="utf-8")

@@ -147,6 +147,7 @@ def test_ways_leave_out_temperatures_that_a_sampler_does_not_take(capsys):
         tradeoff.ways(hot, sampler, has_autoencoder=True)
 
 
+@pytest.mark.slow
 def test_the_trade_off_is_drawn_and_printed_with_every_sampler(tmp_path, capsys):
     result = measure(4, (1.0, 0.5), samplers=("published", "noise"), candidates=(20, 50))
     report.draw_plane(result, tmp_path / "plane.png")

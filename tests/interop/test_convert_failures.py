@@ -46,6 +46,7 @@ def test_damage_in_the_last_tensor_leaves_nothing(golden, converted, tmp_path):
     assert listing(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_nothing(golden, plan_of, monkeypatch, tmp_path):
     plan = plan_of(golden / "energy_k4")
 
@@ -66,6 +67,7 @@ def test_a_full_disk_leaves_nothing(golden, plan_of, monkeypatch, tmp_path):
         assert listing(tmp_path) == [], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Interrupted, KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("after", [0, 40])
 def test_an_interrupted_conversion_leaves_nothing(

@@ -48,6 +48,7 @@ def test_an_untied_llama_without_output_projection_is_refused(golden, plan_of, t
     assert "no tensor lm_head.weight" in refusal(plan_of, source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dropped", ["generative_head.", pytest.param("mlp_generator.", marks=pytest.mark.slow)]
 )
@@ -93,6 +94,7 @@ def test_copies_that_differ_in_the_sign_of_zero_are_refused(golden, converted, t
 # --- Unknown, missing and wrong tensors
 
 
+@pytest.mark.slow
 def test_unused_tensors_are_listed(golden, plan_of, tmp_path, capsys):
     def change(tensors):
         tensors["ema.step"] = np.zeros(2, np.int64)
@@ -108,6 +110,7 @@ def test_unused_tensors_are_listed(golden, plan_of, tmp_path, capsys):
         assert plan_of(golden / name).left_over == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpoint", "name"),
     [

@@ -75,6 +75,7 @@ def small():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["bin", "sharded bin"])
 def test_a_damaged_archive_is_refused_or_read_unchanged(form, bounded, tmp_path):
     """Every byte that matters has a checksum, or a second place that it must agree with."""
@@ -114,6 +115,7 @@ def test_a_damaged_number_in_an_archive_is_always_refused(bounded, tmp_path):
         assert changed == data or opened(tmp_path) is None
 
 
+@pytest.mark.slow
 def test_a_damaged_pickle_with_a_valid_checksum_is_refused_or_gives_finite_tensors(
     bounded, tmp_path
 ):

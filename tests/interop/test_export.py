@@ -9,6 +9,7 @@ from tests.interop.checkpoints import listing, refusal
 from tests.interop.conversions import export, random_workdir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "changes", "key"),
     [
@@ -41,6 +42,7 @@ def test_a_language_model_without_its_autoencoder_is_refused(tmp_path):
     assert listing(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_the_exported_autoencoder_folder_is_found_and_keeps_its_config(plan_of, tmp_path):
     changes = {"autoencoder__model__norm_epsilon": 1e-5, "autoencoder__model__kl_clamp": 0.25}
     workdir = random_workdir(tmp_path / "ours", "head=energy", **changes)

@@ -28,6 +28,7 @@ def model_and_rows(folder):
     return params, jax.eval_shape(task.init, jax.random.key(0)), rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_parameters_go_to_published_names_and_back_bit_for_bit(name, golden, tmp_path):
     params, made, rows = model_and_rows(golden / name)

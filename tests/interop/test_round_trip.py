@@ -40,6 +40,7 @@ from tests.interop.weight_files import (
 # --- Both ways
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each(CHECKPOINTS))
 def test_a_converted_checkpoint_is_exported_bit_for_bit(name, golden, converted, tmp_path):
     workdir = converted(golden / name)
@@ -145,6 +146,7 @@ def loaded(golden, converted):
         yield load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each(AUTOENCODERS))
 def test_a_converted_autoencoder_computes_the_recorded_numbers(name, loaded):
     made, trees, golden = loaded(name, name)
@@ -157,6 +159,7 @@ def test_a_converted_autoencoder_computes_the_recorded_numbers(name, loaded):
     assert_near(model.apply(variables, latents, method="decode"), golden["dec_logits"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each(["energy_k2", "energy_k4"]))
 def test_a_converted_energy_model_computes_the_recorded_numbers(name, loaded):
     made, trees, golden = loaded(name, name)
@@ -173,6 +176,7 @@ def test_a_converted_energy_model_computes_the_recorded_numbers(name, loaded):
     assert_near(x_PNZ.swapaxes(0, 1), golden["head_out"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "time", "method"), [("diffusion", "t", "predict"), ("flow", "t_index", "velocity")]
 )
@@ -185,6 +189,7 @@ def test_a_converted_head_computes_the_recorded_numbers(name, time, method, load
     assert_near(output, golden["net_out"])
 
 
+@pytest.mark.slow
 def test_a_converted_llama_computes_the_recorded_numbers(loaded):
     made, trees, golden = loaded("ar", "ar")
     model, ids = made["lm"].model, jnp.asarray(golden["input_ids"])[..., None]

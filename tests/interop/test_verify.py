@@ -64,6 +64,7 @@ def assert_one_line_error(capsys, *parts):
 # --- The golden set
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["pytorch_model.bin", "shards"])
 def test_the_checkpoint_of_a_case_may_be_pickled_or_sharded(kept, copied):
     folder = copied("ae_k4") / "ae_k4"
@@ -115,6 +116,7 @@ def test_every_golden_quantity_agrees(golden):
         assert {(case, quantity) for quantity in quantities} <= compared
 
 
+@pytest.mark.slow
 def test_an_unchanged_copy_passes(copied, capsys):
     assert status_of(copied("temperature")) == 0
     shown = capsys.readouterr().out
@@ -124,6 +126,7 @@ def test_an_unchanged_copy_passes(copied, capsys):
 # --- Differences fail
 
 
+@pytest.mark.slow
 def test_a_changed_recorded_array_fails(copied, capsys):
     folder = copied("temperature")
     with np.load(folder / "temperature.npz") as arrays:
@@ -134,6 +137,7 @@ def test_a_changed_recorded_array_fails(copied, capsys):
     assert shown.count("FAIL") == 1 and "11 of 12 quantities agree" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tensor",
     ["encoder.squeeze_layer.bias", "decoder.decoder_layers.1.layernorm.weight"],
@@ -173,6 +177,7 @@ def test_a_changed_weight_of_an_energy_model_fails_at_its_quantity(model, tensor
     assert failing[0] == quantity
 
 
+@pytest.mark.slow
 def test_a_changed_token_fails(copied):
     folder = copied("energy_k2_generate", "energy_k2", "ae_k2")
     for case in ("energy_k2", "ae_k2"):

@@ -202,6 +202,7 @@ class KnownDiffusionHead(DiffusionHead):
         self.net = KnownNoise(self.config.num_steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [10, 100, 1000])
 def test_diffusion_sampling_with_the_exact_reversal_has_the_targets_law(num_steps):
     """The reversal of a process that starts at a Gaussian is Gaussian, and so exact for any number of steps."""

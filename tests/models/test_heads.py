@@ -34,6 +34,7 @@ def test_every_latent_head_has_a_config_in_these_tests():
 # --- Properties of every head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LATENT_HEADS)
 def test_random_numbers_of_a_position_come_from_its_own_key(name):
     """Loss and draws of some positions, in another order, equal those of the same positions among all."""
@@ -66,6 +67,7 @@ def test_draws_differ_from_each_other_and_depend_on_the_hidden_state(name):
     assert (np.abs(drawn[0] - drawn[1]).max(-1) > 1e-4).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", flow.SOLVERS)
 def test_an_untrained_flow_head_returns_its_initial_noise(solver):
     """Its velocity is 0 everywhere, so that its draws are standard normal."""
@@ -80,6 +82,7 @@ def test_an_untrained_flow_head_returns_its_initial_noise(solver):
     assert abs(drawn.var() - 1) < 5 * math.sqrt(2 / drawn.size)
 
 
+@pytest.mark.slow
 def test_an_untrained_diffusion_head_predicts_zero_noise_and_zero_v():
     """The error of the noise is then the mean square of the noise."""
     head = build_head("diffusion", 4)
@@ -127,6 +130,7 @@ def test_initial_parameters_of_the_adaln_network(name):
     assert np.abs(up[0] - up[1]).max() > 0.1  # each block has its own parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 4)])
 def test_a_shared_time_equals_the_same_time_at_every_draw(shape):
     net = AdaLNMLP(

@@ -91,6 +91,7 @@ def hidden_of(task):
 # --- The backbone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 def test_cached_decode_equals_full_forward(num_kv_heads):
     task = calm_task(num_kv_heads=num_kv_heads)
@@ -106,6 +107,7 @@ def test_cached_decode_equals_full_forward(num_kv_heads):
     np.testing.assert_array_equal(cache.length, [6, 6])
 
 
+@pytest.mark.slow
 def test_ragged_rows_decode_as_each_row_alone():
     """Prefill of right-padded rows, `length` set back, then two chunks each: the padding leaves no trace."""
     task = calm_task()
@@ -160,6 +162,7 @@ def gradient_of(remat, attention="xla"):
     return jax.jit(jax.value_and_grad(loss)), params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("remat", "attention"),
     [("full", "xla"), ("dots", "xla"), pytest.param("dots", "splash", marks=pytest.mark.slow)],
@@ -173,6 +176,7 @@ def test_remat_changes_neither_loss_nor_gradient(remat, attention):
     jax.tree.map(assert_close, recomputed, kept)
 
 
+@pytest.mark.slow
 def test_remat_recomputes_only_the_products_that_its_policy_drops():
     """Counts products. A layer has 7 with weights and 2 of attention; a product that is recomputed adds one."""
     products = {
@@ -186,6 +190,7 @@ def test_remat_recomputes_only_the_products_that_its_policy_drops():
     assert products["full"] - products["dots"] == 6
 
 
+@pytest.mark.slow
 def test_bfloat16_arithmetic_gives_close_float32_results():
     tokens = random_tokens(2, 5, K)
     noise = np.random.default_rng(0).uniform(-0.5, 0.5, (10, N, E)).astype(np.float32)
@@ -223,6 +228,7 @@ def test_parameters_are_float32_whatever_the_arithmetic():
 # --- Embedding and initial values
 
 
+@pytest.mark.slow
 def test_initial_parameters():
     """Pad's row and the head's last layer are zero; matrices N(0, 0.02); biases 0, scales 1."""
     task = calm_task()
@@ -244,6 +250,7 @@ def test_initial_parameters():
     np.testing.assert_array_equal(latents, np.zeros((4, 5, Z)))
 
 
+@pytest.mark.slow
 def test_the_pad_embedding_gets_no_gradient_and_is_never_read():
     """In CALM's backbone."""
     _, (task, params, frozen) = both_tasks()
@@ -317,6 +324,7 @@ def test_head_noise_is_uniform_around_zero_and_comes_from_the_positions_key():
     np.testing.assert_array_equal(head.draw_noise(400, keys(3)[1:2])[0], noise_PNE[1])
 
 
+@pytest.mark.slow
 def test_head_loss_is_minus_the_energy_score_of_its_draws():
     task, rng = calm_task(), np.random.default_rng(0)
     params = random_params(task)
@@ -335,6 +343,7 @@ def test_head_loss_is_minus_the_energy_score_of_its_draws():
 PUBLISHED = {"calm_m": "371.7M", "calm_l": "735.3M", "calm_xl": "1.830B", "calm_ablation": ""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts_are_the_published_ones(name):
     tree = importlib.import_module(f"configs.{name}").get_config()
@@ -370,6 +379,7 @@ def test_odd_autoencoder_layers_are_refused(name, layers):
 # --- Losses of the tasks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1], ids=["autoencoder", "calm"])
 def test_a_masked_or_partly_masked_chunk_does_not_count(stage):
     task, params, frozen = both_tasks()[stage]
@@ -402,6 +412,7 @@ def test_a_masked_or_partly_masked_chunk_does_not_count(stage):
         np.testing.assert_array_equal(partly[name], without[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1], ids=["autoencoder", "calm"])
 def test_a_batch_with_a_masked_row_has_the_loss_of_the_other_rows(stage):
     task, params, frozen = both_tasks()[stage]
@@ -422,6 +433,7 @@ def test_the_first_chunk_is_no_target_of_the_language_model():
     jax.tree.map(np.testing.assert_array_equal, masked, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1], ids=["autoencoder", "calm"])
 def test_metrics_of_parts_of_a_batch_add_up_to_those_of_the_batch(stage):
     """However its rows are split, as every row has its own key."""
@@ -490,6 +502,7 @@ def test_tokens_and_latents_are_dropped_at_the_rate_of_dropout():
         assert abs(1 - np.asarray(keep).mean() - 0.15) < 5 * error  # one false alarm in a million
 
 
+@pytest.mark.slow
 def test_dropped_tokens_are_read_as_id_0_and_stay_targets():
     task = autoencoder_task()
     variables, tokens = {"params": random_params(task)}, random_tokens(4, K) + 1

@@ -53,6 +53,7 @@ print(min(fresh))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_a_repeated_call_touches_no_fresh_pages():
     def pages(*options):

@@ -83,6 +83,7 @@ def matching(path):
     return next((i for i, (pattern, _) in enumerate(mesh.RULES) if re.search(pattern, path)), None)
 
 
+@pytest.mark.slow
 def test_every_parameter_matches_a_rule_of_its_rank(parameters):
     for shapes in parameters.values():
         for path, shape in shapes.items():

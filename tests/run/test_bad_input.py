@@ -186,6 +186,7 @@ def test_the_message_names_the_place_of_bad_text(name, tmp_path, capsys, monkeyp
     assert expected in refuse(capsys, monkeypatch, recipe, f"--workdir={tmp_path / 'run'}")
 
 
+@pytest.mark.slow
 def test_a_batch_size_that_the_devices_do_not_divide_is_refused(text, tmp_path):
     """In a process of its own, which is given two devices."""
     out = subprocess.run(
@@ -213,6 +214,7 @@ GENERATE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", GENERATE)
 def test_generation_refuses_a_folder_without_a_model(option):
     out = subprocess.run(

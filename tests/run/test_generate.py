@@ -12,6 +12,9 @@ import pytest
 from calm_jax.run.generator import Continuation, Generator
 from tests.tiny_model import run_generate, tiny
 
+# The commands take a quarter of a minute together.
+pytestmark = pytest.mark.slow
+
 OPTIONS = {"max_tokens": 11, "temperature": 0.5, "sampler": "batch"}
 PROMPTS = ["def f(x):\n", "", "a b"]
 IDS = [[256, 100, 101], [], "text", [7] * 9]

@@ -452,6 +452,7 @@ def test_match_sharpens_the_law_of_completions_below_temperature_1():
     assert share > 2 / 3 + 0.03
 
 
+@pytest.mark.slow
 def test_a_text_may_end_in_the_chunk_that_match_completes():
     """With eos, a stop string or max_tokens in it, nothing more is generated."""
     script = [[[97, 98, EOS, 99]], [list(b"1234")]]
@@ -469,6 +470,7 @@ def test_a_text_may_end_in_the_chunk_that_match_completes():
     assert alone.text == "b" and alone.chunk_ends == [1]
 
 
+@pytest.mark.slow
 def test_match_pads_on_the_left_where_no_draw_matches():
     """No draw of 48 matches the first prompt; the second is shorter than a chunk, so there is no state to draw from."""
     generator = playing([[list(b"abcd")]])
@@ -507,6 +509,7 @@ def assert_same_texts(ours, expected):
     assert [one.draws for one in ours] == [one.draws for one in expected]
 
 
+@pytest.mark.slow
 def test_random_texts_differ():
     """The tests below mean nothing unless texts differ between prompts and seeds, and tokens within a text."""
     texts = [tuple(one.tokens) for one in reference()]
@@ -517,6 +520,7 @@ def test_random_texts_differ():
     assert_same_texts(generate(max_tokens=LENGTH, temperature=1.0), reference())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 100])
 def test_texts_do_not_depend_on_the_batch_size(batch_size):
     assert_same_texts(
@@ -524,6 +528,7 @@ def test_texts_do_not_depend_on_the_batch_size(batch_size):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
 def test_a_text_depends_on_its_prompt_and_place_and_not_on_other_prompts(temperature):
     """The other prompts become longer, shorter or fewer."""
@@ -685,6 +690,7 @@ def test_a_sliding_context_gives_the_tokens_of_full_forward_passes_with_windowed
     assert any(differs) and max(len(one.tokens) for one in done) > window
 
 
+@pytest.mark.slow
 def test_a_text_that_fits_the_context_is_the_same_beside_one_that_slides():
     """And long_context="slide" changes nothing where all texts fit."""
     made = tiny("k=4", 32)
@@ -781,6 +787,7 @@ def test_the_description_counts_draws_approximate_chunks_and_alignments():
     assert baseline.describe([], chosen) == "temperature 0.3, top_p 0.9"
 
 
+@pytest.mark.slow
 def test_draws_and_exactness_are_reported_as_the_sampler_counts_them():
     """The sampler "batch" takes 8 draws a chunk and is never exact; "pooled" takes at most 48."""
     for one in reference(0.5):
@@ -794,6 +801,7 @@ def test_draws_and_exactness_are_reported_as_the_sampler_counts_them():
 # --- From a workdir
 
 
+@pytest.mark.slow
 def test_a_loaded_generator_gives_the_texts_of_the_stored_model(tmp_path):
     made = tiny()
     made.save(tmp_path)

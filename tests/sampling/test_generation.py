@@ -471,6 +471,7 @@ def states_of(h_BLD):
     return np.stack([h_BLD[row, n - 1 : n + STEPS] for row, n in enumerate(LENGTHS)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "size", "piece"),
     [pytest.param(8, 16, 8, marks=pytest.mark.slow), (5, 12, 4), (20, 32, 8)],
@@ -490,6 +491,7 @@ def test_a_sliding_cache_equals_a_full_forward_with_a_window(window, size, piece
         np.testing.assert_array_equal(differs, has_slid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "piece"), [(64, 24), (40, 8)])
 def test_a_window_over_the_whole_text_equals_the_full_forward(size, piece):
     model, tokens_BLK = real_model()

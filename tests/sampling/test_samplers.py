@@ -91,7 +91,9 @@ def choice_law(counts, n, leave_out):
 # --- Exact samplers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature_", [0.8, 0.5, 0.4, 0.3])
+@pytest.mark.parametrize(
+    "temperature_", [0.5, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.8, 0.4, 0.3))]
+)
 @pytest.mark.parametrize("sampler", ["pooled", "rejection"])
 def test_exact_samplers_draw_the_power_of_the_law(sampler, temperature_, monkeypatch):
     """With a budget that is never used up, pools that are small enough to refuse, and rows of two distributions."""
@@ -109,6 +111,7 @@ def test_exact_samplers_draw_the_power_of_the_law(sampler, temperature_, monkeyp
         assert p_value(number_B[law_B == index], expected) > FALSE_ALARM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler, n", [("pooled", 2), ("pooled", 3), ("rejection", 3)])
 def test_exact_rows_draw_the_power_where_other_rows_exhaust_their_budget(sampler, n):
     """For whole exponents, where the length of a search is independent of the chunk that it finds."""
@@ -136,6 +139,7 @@ def test_when_the_last_pool_refuses_its_chunk_is_chosen_by_leave_out_weights():
     assert p_value(number_B[~sampled.exact], law / law.sum()) > FALSE_ALARM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "temperature_, expected", [(0.8, 4.18659), (0.5, 5.26316), (0.4, 10.68745), (0.3, 26.90975)]
 )
@@ -170,6 +174,7 @@ def test_the_fraction_step_accepts_a_chunk_with_probability_p_to_the_a(prob, a):
 # --- Approximate samplers -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampler, n, num_candidates",
     [("published", 2, 6), ("published", 3, 6), ("batch", 2, 6), ("batch", 3, 7)],
@@ -188,6 +193,7 @@ def test_a_choice_from_one_pool_has_the_law_of_its_formula(sampler, n, num_candi
     assert (sampled.draws == num_candidates).all() and not sampled.exact.any()
 
 
+@pytest.mark.slow
 def test_a_large_pool_approximates_the_power_at_any_temperature():
     """The bias with 200 draws is below 0.005 (test_temperature.py); the rest of the tolerance is statistical."""
     for temperature_ in (0.8, 0.4):
@@ -239,6 +245,7 @@ def test_a_growing_pool_stops_at_sixteen_groups_of_equal_draws():
 # --- Draws, budgets, rows -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampler, temperature_, max_draws",
     [
@@ -274,6 +281,7 @@ def test_draws_stay_within_the_budget_and_an_exhausted_budget_is_not_exact(
     assert (sampled.decoded <= 2 * (max_draws * 2 + 1)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_rows_chunk_depends_neither_on_other_rows_nor_on_the_group_size(sampler):
     """Bit for bit: with other neighbours, in another order, next to inactive rows, and computed two rows at a time."""
@@ -384,6 +392,7 @@ def fits(prefix):
     return (CHUNKS[:, : len(prefix)] == np.array(prefix, int)).all(-1)
 
 
+@pytest.mark.slow
 def test_completed_chunks_have_the_conditional_law_at_temperature_1():
     """Pools grow until a draw fits the prefix; a prefix that no chunk begins with is reported as not found."""
     config = config_of(1, "batch", max_draws=80)
@@ -425,6 +434,7 @@ def test_completed_chunks_have_the_law_of_leave_out_weights_at_temperature_one_h
         assert p_value(number_RC[found_R, case], law) > FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_completed_chunks_approximate_the_power_of_the_conditional_law():
     """The pool grows until it has sixteen pairs that fit: the bias is below .03, the rest of the tolerance is statistical."""
     found_RC, number_RC, _ = completed([(0,)], config_of(1 / 2, "pooled", max_draws=128), 3000)

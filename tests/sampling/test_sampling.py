@@ -127,6 +127,7 @@ def bound(variables, model):
 
 
 # The most logits at once: for 63 tokens (21 chunks of 3) blocks of 1, 2, 5 and 10 (11 is not a multiple), 11 and all.
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 63 * 2, 63 * 5, 63 * 10, 63 * 11, 10**9])
 def test_decoding_in_blocks_of_the_vocabulary_takes_the_argmax(monkeypatch, most):
     monkeypatch.setattr(chunk_model, "_MAX_LOGITS", most)
@@ -146,6 +147,7 @@ def test_decoding_in_blocks_of_the_vocabulary_takes_the_argmax(monkeypatch, most
     assert max(blocks) == min(V, max(1, most // 63))
 
 
+@pytest.mark.slow
 def test_of_equally_likely_tokens_the_first_is_taken_for_every_block_size():
     """Ties are exact because logits are whole numbers: layers are zero, and all features are 1 or -1."""
     model = autoencoder(epsilon=1e-30)

@@ -277,6 +277,7 @@ def test_leave_out_weights_have_a_smaller_bias_that_falls_faster(n):
     assert ours[1] < ours[0] / 12
 
 
+@pytest.mark.slow
 def test_leave_out_weights_have_a_smaller_bias_for_real_exponents():
     """From 20 draws to 100 the bias falls to less than half, for every exponent."""
     for temperature_ in (0.99, 0.9, 0.8, 2 / 3, 0.55, 0.45, 0.4, 0.36):
@@ -455,6 +456,7 @@ def patience_of(fraction: float) -> np.ndarray:
     return np.asarray(jax.jit(temperature.patience, static_argnums=0)(fraction, key_R))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fraction", [0.05, 0.3, 0.5, 0.9, 1e-4, 1 - 1e-4])
 def test_patience_has_the_survival_function_of_the_bernoulli_factory(fraction):
     """From the first draw to the ten-thousandth: the mean of R is infinite, so the tail matters."""

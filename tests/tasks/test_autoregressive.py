@@ -225,6 +225,7 @@ def test_no_hidden_state_sees_a_later_token(place):
     assert (np.abs(before - after)[:, place:].max(-1) > 1e-3).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 def test_cached_decode_equals_full_forward(num_kv_heads):
     task = ar_task(num_kv_heads=num_kv_heads)

@@ -161,6 +161,7 @@ def assert_close(ours, expected, tolerance=1e-4):
         assert np.abs(np.asarray(a) - b).max() <= tolerance * max(np.abs(b).max(), 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "choice", "remat"),
     [

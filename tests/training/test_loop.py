@@ -91,6 +91,7 @@ def run_steps(name: str, steps: int, mesh_sizes: tuple[int, ...] = (1, 1, 1), **
     return states, metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["autoencoder", pytest.param("lm", marks=pytest.mark.slow)])
 def test_gradient_accumulation_equals_the_whole_batch(name):
     """Also with unequal weights of the microbatches, which masked chunks cause."""
