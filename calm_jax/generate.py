@@ -23,6 +23,7 @@ from calm_jax.cli.files import write_atomically
 from calm_jax.cli.flags import parse_flags
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost, startup
+from calm_jax.parallel.compilation_cache import keep_compiled_programs
 from calm_jax.parallel.host_memory import keep_freed_memory
 from calm_jax.parallel.startup import multihost_command
 from calm_jax.run.continuation import Continuation, Prompt
@@ -204,6 +205,7 @@ def main(argv: list[str]) -> None:
             )
     prompts = _prompts()
     _start_processes()
+    keep_compiled_programs()
     given = {flag.name: flag.value for flag in (*_OPTIONS, _SEED, _WORKDIR, _OUTPUT)}
     multihost.check_same(lambda: given | {"prompts": prompts})
     generator = Generator.load(_WORKDIR.value)

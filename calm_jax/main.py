@@ -17,6 +17,7 @@ from calm_jax.cli.flags import parse_recipe_flags
 from calm_jax.config import resolve
 from calm_jax.errors import UserError
 from calm_jax.parallel import startup
+from calm_jax.parallel.compilation_cache import keep_compiled_programs
 from calm_jax.parallel.host_memory import keep_freed_memory
 from calm_jax.parallel.startup import multihost_command
 from calm_jax.run import recipe
@@ -78,6 +79,7 @@ def main(argv: list[str]) -> None:
                 raise UserError(f"{name} has no meaning with --mode=eval: leave it out")
     profile = _profile(_PROFILE.value, path)
     _start_processes()
+    keep_compiled_programs()
     if _MODE.value == "eval":
         recipe.run_evaluation(config, workdir)
     else:

@@ -17,7 +17,7 @@ def keep_compiled_programs() -> None:
 
     JAX_COMPILATION_CACHE_DIR=DIR puts it elsewhere; JAX_ENABLE_COMPILATION_CACHE=false turns it off.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder()))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:

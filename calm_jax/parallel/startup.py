@@ -14,7 +14,6 @@ from calm_jax.cli.command import command
 from calm_jax.cli.signals import EXIT_INTERRUPTED
 from calm_jax.errors import Interrupted, UserError
 from calm_jax.parallel import multihost
-from calm_jax.parallel.compilation_cache import keep_compiled_programs
 from calm_jax.parallel.signals import EndTogetherOnSignal
 
 # When a process has been silent for so many seconds, the others end.
@@ -190,7 +189,7 @@ def multihost_command(
 ) -> Callable[[list[str]], None]:
     """`calm_jax.cli.command.command` for a command that may run in several processes.
 
-    Compiled programs are kept for later commands. Only process 0 prints an error or an interruption that all processes raise; a process that fails alone prints its error
+    Only process 0 prints an error or an interruption that all processes raise; a process that fails alone prints its error
     and ends at once (see `multihost.exit_on_failure`).
     """
 
@@ -198,7 +197,6 @@ def multihost_command(
     def run(argv: list[str]) -> int | None:
         try:
             with EndTogetherOnSignal(), multihost.exit_on_failure():
-                keep_compiled_programs()
                 return main(argv)
         except (UserError, Interrupted) as end:
             if multihost.is_primary():
