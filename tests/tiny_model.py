@@ -81,12 +81,12 @@ def tiny(arguments: str = "k=4", block_tokens: int = 256) -> Tiny:
     return Tiny(task, random_params(task, seed=0), frozen, tokenizer, config)
 
 
-# Runs many command lines in one process, so that importing, loading and compiling happen once. stdout and stderr raise an
-# error for text that is not valid Unicode, as those of a terminal do.
+# Runs many command lines in one process, so that importing, loading and compiling happen once.
 _DRIVER = """
-import contextlib, functools, io, json, sys, traceback
+import functools, json, sys
 from absl import flags
 from calm_jax import generate
+from tests.captured import captured
 
 # Loading a model again would compile it again.
 generate.Generator.load = functools.cache(generate.Generator.load)
@@ -94,20 +94,7 @@ results = []
 for args in json.load(sys.stdin):
     flags.FLAGS.unparse_flags()
     flags.FLAGS(["generate", *args])
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            generate.main(["generate"])
-        except SystemExit as stop:
-            status = stop.code
-        except BaseException:
-            status = 1
-            traceback.print_exc()
-    shown = []
-    for stream in (out, err):
-        stream.flush()
-        shown.append(stream.buffer.getvalue().decode())
-    results.append((status, *shown))
+    results.append(captured(lambda: generate.main(["generate"])))
 json.dump(results, sys.stdout)
 """
 

@@ -1,6 +1,5 @@
 """JAX's persistent compilation cache, so that a command compiles a program only the first time."""
 
-import functools
 import hashlib
 import os
 import pathlib
@@ -33,7 +32,6 @@ def folder() -> pathlib.Path:
     return pathlib.Path(root) / "calm_jax" / "compiled" / _cpu()
 
 
-@functools.cache
 def _cpu() -> str:
     """A name for the kind of CPU: the machine's architecture, and on Linux a hash of the instructions that it has."""
     try:

@@ -47,11 +47,12 @@ PREPARE = "calm_jax.data.prepare"
 
 # Runs command lines, each given as a line of JSON, one after the other in one process and on one cluster.
 _DRIVER = """
-import contextlib, io, json, sys, traceback
+import json, sys
 import distributed
 from absl import flags
 from calm_jax.cli.flags import parse_flags
 from calm_jax.data.prepare import __main__ as prepare
+from tests.captured import captured
 
 cluster = distributed.LocalCluster(
     n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0", protocol="tcp"
@@ -62,20 +63,8 @@ with cluster:
         flags.FLAGS.unparse_flags()
         if not any(arg.startswith(("--workers", "--scheduler")) for arg in args):
             args = [*args, f"--scheduler={cluster.scheduler_address}"]
-        out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                prepare.main(parse_flags(["prepare", *args]))
-            except SystemExit as stop:
-                status = stop.code
-            except BaseException:
-                status = 1
-                traceback.print_exc()
-        shown = []
-        for stream in (out, err):
-            stream.flush()
-            shown.append(stream.buffer.getvalue().decode())
-        print(json.dumps((status, *shown)), flush=True)
+        done = captured(lambda: prepare.main(parse_flags(["prepare", *args])))
+        print(json.dumps(done), flush=True)
 """
 Result = tuple[int, str, str]
 
