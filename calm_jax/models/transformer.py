@@ -13,7 +13,7 @@ from calm_jax.errors import UserError
 from calm_jax.models import attention
 from calm_jax.models.kv_cache import Fork, KVCache, Memory, SegmentIds, Written
 from calm_jax.models.layers import SwiGLU, linear, rotary_angles, rotate
-from calm_jax.parallel.constraints import PRODUCT, constrain
+from calm_jax.parallel.constraints import PRODUCT, constrain, unrolled
 
 # For each `lm.model.remat`, the policy that says which values of a layer are kept for the backward pass; None keeps all.
 _KEPT = {
@@ -150,6 +150,7 @@ class Transformer(nn.Module):
         first_B = jnp.zeros(batch, jnp.int32) if memory is None else memory.next_position()
         position_BL = first_B[:, None] + jnp.arange(num_new)
         angle_BLA = rotary_angles(position_BL, config.head_size, config.rope_theta)
+        writes_one_chunk = isinstance(memory, KVCache) and num_new == 1
         kept = _KEPT[config.remat]
         block = Block if kept is None else nn.remat(Block, prevent_cse=False, policy=kept)
         layers = nn.scan(
@@ -158,6 +159,7 @@ class Transformer(nn.Module):
             split_rngs={"params": True},
             in_axes=(_per_layer(memory), nn.broadcast),
             length=config.num_layers,
+            unroll=unrolled(config.num_layers) if writes_one_chunk else 1,
         )(config, self.dtype, name="layers")
         with jax.named_scope("backbone"):
             x_BLD = constrain(x_BLD.astype(self.dtype))

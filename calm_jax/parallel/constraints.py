@@ -14,6 +14,18 @@ from calm_jax.parallel.mesh import BATCH, path_of, spec_of
 
 # The checkpoint name of `product`'s results, for the policies of `lm.model.remat`.
 PRODUCT = "product"
+# XLA's CPU backend fuses the slice of one layer's kernel out of the stacked kernels into a product of fewer rows than
+# this, and computes that product by scalar loops: behind a barrier the kernel is sliced first. Elsewhere, and for more
+# rows, the barrier changes nothing.
+_FEW_ROWS = 256
+
+
+def unrolled(length: int) -> int:
+    """How many iterations of a loop over stacked kernels to compile one after the other, where products have few rows.
+
+    On CPUs all: only the slices of a fixed layer are taken before the loop over chunks, and once.
+    """
+    return length if target_device().platform == "cpu" else 1
 
 
 def _ways() -> int:
@@ -107,6 +119,8 @@ def _flat_product(x: jax.Array, kernel: jax.Array, num_contracted: int) -> jax.A
     """The product over the last axes of `x` and the first of `kernel`, as one product of two matrices."""
     kept, features = x.shape[: x.ndim - num_contracted], kernel.shape[num_contracted:]
     size = math.prod(kernel.shape[:num_contracted])
+    if math.prod(kept) <= _FEW_ROWS:
+        kernel = jax.lax.optimization_barrier(kernel)
     result = _matrix_product(x.reshape(-1, size), kernel.reshape(size, -1))
     return result.reshape(*kept, *features)
 
