@@ -16,11 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from calm_jax.losses import ORDERS
 from calm_jax.models.kv_cache import Memory, SegmentIds
 from calm_jax.sampling.chunk_model import ChunkModel
-
-# n-grams of 1 to 4 tokens.
-ORDERS = 4
 
 
 @dataclasses.dataclass(frozen=True)

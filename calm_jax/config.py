@@ -157,6 +157,8 @@ class Config:
         return asked if self.has_autoencoder else ("lm",)
 
 
+# Keys that older versions did not have, with the value that stands for what those did: their workdirs stay readable.
+_ADDED = {"lm.head.decoded_brier_weight": 0.0}
 # Keys whose type has changed since an older version, with a hint at the new values.
 _OLDER_TYPES = {"lm.model.remat": ": 'full' is what True was, 'none' what False was"}
 
@@ -173,6 +175,11 @@ def _build(cls: Any, section: Mapping[str, Any], path: str) -> Any:
         if key not in fields:
             raise UserError(f"config has no key {path}{key!s}: {nearest(key, list(fields))}{hint}")
     values = {}
+    section = {
+        key.removeprefix(path): value
+        for key, value in _ADDED.items()
+        if path and key.startswith(path) and key.removeprefix(path) in fields
+    } | dict(section.items())
     hints: dict[str, Any] = typing.get_type_hints(cls)
     for name in fields:
         if name not in section:

@@ -1,16 +1,21 @@
-"""Loss functions: the autoencoder's cross-entropy and KL, and the energy score that trains CALM's energy head.
+"""Loss functions: the autoencoder's cross-entropy and KL, and the two scores that train CALM's energy head.
 
 All are pure functions in float32 that return one value per position.
 
 P positions, N draws of the model, M draws of the target, Z latent size, K tokens a chunk, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+
+# The Brier scores are of n-grams of 1 to 4 tokens.
+ORDERS = 4
 
 
 class Posterior(NamedTuple):
@@ -22,6 +27,20 @@ class Posterior(NamedTuple):
     @property
     def std(self) -> Array:
         return jnp.exp(self.log_std)
+
+
+class Target(NamedTuple):
+    """The next chunks, as a latent head's loss sees them.
+
+    Attributes:
+        posterior: the frozen autoencoder's, [P, Z].
+        tokens_PK: their tokens.
+        decode: the frozen autoencoder's decoder, latents [R, Z] -> logits [R, K, V].
+    """
+
+    posterior: Posterior
+    tokens_PK: Array
+    decode: Callable[[Array], Array]
 
 
 def cross_entropy(logits: Array, target: Array) -> Array:
@@ -113,3 +132,35 @@ def energy_score(x_PNZ: Array, posterior: Posterior, eps_PMZ: Array, beta: float
     square_PNN = ((x_PNZ[:, :, None] - x_PNZ[:, None]) ** 2).sum(-1)
     to_each_other = _power(square_PNN, beta).sum((1, 2)) / (num_draws * (num_draws - 1))
     return to_each_other - 2 * to_target
+
+
+def decoded_brier(logit_PNKV: Array, tokens_PK: Array) -> Array:
+    """The Brier loss of a chunk's n-grams, for a model that decodes each of its draws to a distribution of tokens.
+
+    The model's distribution of an n-gram is the mean over its draws of the product of the tokens' probabilities. The
+    Brier loss of an n-gram is the sum of the squared probabilities minus twice that of the true n-gram; BrierLM is made
+    of the same score (`calm_jax.brier`, paper, section 4). It is proper, and the estimate is unbiased: the squares are
+    products of two different draws.
+
+    Args:
+        logit_PNKV: the decoder's logits of N >= 2 draws at each position.
+        tokens_PK: the true tokens.
+
+    Returns:
+        The sum over n = 1, ..., min(K, 4) of the mean loss of the chunk's n-grams, float32 [P]; at least -min(K, 4).
+    """
+    num_draws, chunk_size = logit_PNKV.shape[1:3]
+    prob_PNKV = jax.nn.softmax(logit_PNKV.astype(jnp.float32))
+    right_PNK = jnp.take_along_axis(prob_PNKV, tokens_PK[:, None, :, None], axis=-1)[..., 0]
+    equal_PNNK = jnp.einsum("PiKV,PjKV->PijK", prob_PNKV, prob_PNKV)
+    is_pair_NN1 = ~np.eye(num_draws, dtype=bool)[..., None]
+    loss_P = jnp.zeros(len(tokens_PK))
+    # The products of each n consecutive tokens' values, for n = 1 and then for one more at a time.
+    right, equal = right_PNK, equal_PNNK
+    for order in range(1, min(chunk_size, ORDERS) + 1):
+        if order > 1:
+            right = right[..., :-1] * right_PNK[..., order - 1 :]
+            equal = equal[..., :-1] * equal_PNNK[..., order - 1 :]
+        squares = jnp.where(is_pair_NN1, equal, 0).sum((1, 2)) / (num_draws * (num_draws - 1))
+        loss_P += (squares - 2 * right.mean(1)).mean(-1)
+    return loss_P

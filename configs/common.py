@@ -255,6 +255,10 @@ def _energy_head() -> ConfigDict:
     head.num_target_samples = 100
     # Exponent of the distance in the energy score, in (0, 2]; the score is strictly proper below 2 (paper: 1).
     head.beta = 1.0
+    # Weight of a second loss, which small models learn much faster with (docs/training.md): the Brier score of the tokens to
+    # which the frozen autoencoder decodes the N samples. It computes N K logits over the vocabulary for each chunk, so that
+    # it costs little with thousands of tokens and much with 128,000 (paper: 0).
+    head.decoded_brier_weight = 0.0
     return head
 
 

@@ -222,6 +222,16 @@ def test_a_bad_value_is_refused_with_its_key_and_value(key, changes):
     assert f"{key}={shown}" in message
 
 
+def test_a_config_of_an_older_version_has_the_values_that_stand_for_what_it_did():
+    stored = as_dict(resolve(tree_with({})))
+    del stored["lm"]["head"]["decoded_brier_weight"]
+    assert resolve(stored).lm.head.decoded_brier_weight == 0
+    # Only the energy head has the key.
+    stored["lm"]["head"] = {"name": "flow", "num_blocks": 2, "num_samples": 4}
+    with pytest.raises(UserError, match=r"lacks the key lm\.head\.num_steps"):
+        resolve(stored)
+
+
 def test_integers_are_accepted_for_float_keys():
     config = resolve(tree_with({"lm.head.beta": 1, "lm.optimizer.learning_rate": 1}))
     assert type(config.lm.head.beta) is float and type(config.lm.optimizer.learning_rate) is float

@@ -1,4 +1,5 @@
-"""The energy score compared with its definition and with its closed form on Gaussians; KL and cross-entropy by hand."""
+"""The energy score compared with its definition and with its closed form on Gaussians; the Brier loss of decoded draws
+compared with its definition over all n-grams; KL and cross-entropy by hand."""
 
 import functools
 import math
@@ -8,8 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.special
 
-from calm_jax.losses import Posterior, clamped_kl, cross_entropy, energy_score
+from calm_jax.losses import (
+    Posterior,
+    clamped_kl,
+    cross_entropy,
+    decoded_brier,
+    energy_score,
+)
 from tests.models.networks import shapes_in
 
 score_of = jax.jit(energy_score, static_argnames="beta")
@@ -242,3 +250,70 @@ def test_cross_entropy_is_computed_in_float32():
     loss = cross_entropy(logits, target)
     assert loss.dtype == jnp.float32
     np.testing.assert_array_equal(loss, cross_entropy(logits.astype(jnp.float32), target))
+
+
+# --- The Brier loss of decoded draws
+
+
+def probabilities(logit_NKV, first, order):
+    """The probability of every n-gram from token `first` on, for each draw, [N, V, ..., V]."""
+    prob_NKV = np.exp(logit_NKV - scipy.special.logsumexp(logit_NKV, axis=-1, keepdims=True))
+    product = np.ones(len(logit_NKV))
+    for place in range(first, first + order):
+        product = product[..., None] * prob_NKV[:, place].reshape(
+            len(logit_NKV), *[1] * (place - first), -1
+        )
+    return product
+
+
+def naive_decoded_brier(logit_NKV, tokens_K):
+    """Straight from the definition, over all n-grams and all pairs of draws."""
+    N, K, _ = logit_NKV.shape
+    total = 0.0
+    for order in range(1, min(K, 4) + 1):
+        losses = []
+        for first in range(K - order + 1):
+            grams = probabilities(logit_NKV, first, order)
+            true = tuple(tokens_K[first : first + order])
+            pairs = [(grams[i] * grams[j]).sum() for i in range(N) for j in range(N) if i != j]
+            losses.append(np.mean(pairs) - 2 * np.mean([gram[true] for gram in grams]))
+        total += np.mean(losses)
+    return total
+
+
+@pytest.mark.parametrize("K", [1, 3, 6])
+def test_decoded_brier_equals_its_definition(K):
+    rng = np.random.default_rng(K)
+    logit_PNKV = rng.normal(0, 2, (3, 4, K, 3)).astype(np.float32)
+    tokens_PK = rng.integers(0, 3, (3, K))
+    ours = jax.jit(decoded_brier)(logit_PNKV, tokens_PK)
+    assert ours.dtype == jnp.float32
+    expected = [naive_decoded_brier(*pair) for pair in zip(logit_PNKV, tokens_PK, strict=True)]
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_decoded_brier_of_certain_right_draws_is_its_minimum():
+    tokens_PK = np.array([[0, 2, 1, 1, 0]])
+    logit_PNKV = 100.0 * np.tile(np.eye(3)[tokens_PK][:, None], (1, 2, 1, 1))
+    np.testing.assert_allclose(decoded_brier(logit_PNKV, tokens_PK), -4, atol=1e-6)
+
+
+def test_decoded_brier_is_proper():
+    """Its expectation over draws and targets of given distributions is least where the two are equal."""
+    rng = np.random.default_rng(0)
+    # Four latents, each of which decodes to one chunk of two tokens for certain.
+    chunks_4K = np.array([[0, 1], [0, 2], [1, 1], [2, 0]])
+    logit_4KV = 200.0 * np.eye(3)[chunks_4K]
+    first, second = (index.ravel() for index in np.indices((4, 4)))
+    logit_PNKV = np.stack([logit_4KV[first], logit_4KV[second]], axis=1)
+    # The loss of each pair of draws against each chunk.
+    loss_P4 = np.stack(
+        [decoded_brier(logit_PNKV, np.tile(chunk, (16, 1))) for chunk in chunks_4K], axis=1
+    )
+    truth_4 = np.array([0.4, 0.3, 0.2, 0.1])
+
+    def expected(model_4):
+        return np.einsum("P,PC,C->", model_4[first] * model_4[second], loss_P4, truth_4)
+
+    others = rng.dirichlet(np.ones(4), 200)
+    assert all(expected(other) > expected(truth_4) for other in others)

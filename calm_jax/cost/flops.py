@@ -126,6 +126,15 @@ def _energy_score(config: Config) -> float:
     return 3.0 * Z * head.num_samples * (head.num_samples + head.num_target_samples)
 
 
+def _decoded_brier(config: Config, vocab_size: int) -> float:
+    """The forward pass of the Brier loss of decoded draws, for one chunk; nearly all of it is decoding them."""
+    head, K = config.lm.head, config.chunk_size
+    if not isinstance(head, EnergyHeadConfig) or not head.decoded_brier_weight:
+        return 0.0
+    N = head.num_samples
+    return N * decoder(config.autoencoder.model, K, vocab_size) + 2.0 * N**2 * K * vocab_size
+
+
 def _seen(positions: int, count: Count) -> float:
     """How many of `positions` one of them attends to, on average."""
     return PAPER_CONTEXT if count is Count.PAPER else (positions + 1) / 2
@@ -156,6 +165,8 @@ def lm_training(config: Config, vocab_size: int, count: Count) -> Flops:
         flops["encoder"] = (3 if count is Count.PAPER else 1) * encoder(config.autoencoder.model, K)
         if count is Count.OURS:
             flops["energy score"] = 3 * _energy_score(config)
+            # The decoder is frozen: its backward pass has the gradient of its input alone.
+            flops["decoded Brier"] = 2 * _decoded_brier(config, vocab_size)
     return {name: share * part for name, part in flops.items()}
 
 

@@ -172,6 +172,7 @@ class PublishedConfig:
                 num_samples=samples,
                 num_target_samples=_NUM_TARGET_SAMPLES,
                 beta=self.number("beta"),
+                decoded_brier_weight=0.0,
             )
         if self.architecture == DIFFUSION:
             return DiffusionHeadConfig("diffusion", blocks, samples, _DIFFUSION_STEPS)
@@ -309,8 +310,11 @@ def _refuse_unlike_hard_coded(config: Config) -> None:
 def not_carried_over(config: Config) -> list[str]:
     """Notes on keys that only matter in training and for which the published code hard-codes another value."""
     head = config.lm.head
-    if isinstance(head, EnergyHeadConfig) and head.num_target_samples != _NUM_TARGET_SAMPLES:
-        return [
-            f"lm.head.num_target_samples={head.num_target_samples}: the published code trains with {_NUM_TARGET_SAMPLES}"
-        ]
-    return []
+    if not isinstance(head, EnergyHeadConfig):
+        return []
+    published = {"num_target_samples": _NUM_TARGET_SAMPLES, "decoded_brier_weight": 0.0}
+    return [
+        f"lm.head.{key}={getattr(head, key)}: the published code trains with {value}"
+        for key, value in published.items()
+        if getattr(head, key) != value
+    ]

@@ -27,7 +27,14 @@ from calm_jax.training.step import check_batches
 # Keys that change how a model is trained or sampled, but not which parameters it has or what they mean.
 _NOT_COMPARED = {
     "autoencoder.model": ("dropout", "kl_clamp", "kl_weight"),
-    "lm.head": ("num_samples", "num_target_samples", "beta", "num_steps", "solver"),
+    "lm.head": (
+        "num_samples",
+        "num_target_samples",
+        "beta",
+        "decoded_brier_weight",
+        "num_steps",
+        "solver",
+    ),
     "lm.model": ("remat", "attention"),
 }
 

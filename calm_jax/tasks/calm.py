@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from calm_jax import brier
-from calm_jax.losses import Posterior
+from calm_jax.losses import Posterior, Target
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM
 from calm_jax.models.kv_cache import SegmentIds
@@ -69,6 +69,14 @@ class CalmTask:
         """The frozen autoencoder's posterior of chunks of true tokens [P, K], without dropout."""
         return jax.lax.stop_gradient(call(self.autoencoder, frozen, "encode", tokens_PK))
 
+    def target(self, frozen: Params, tokens_PK: Array) -> Target:
+        """Chunks of true tokens [P, K], as the head's loss sees them."""
+
+        def decode(latent_RZ: Array) -> Array:
+            return call(self.autoencoder, frozen, "decode", latent_RZ)
+
+        return Target(self.posterior(frozen, tokens_PK), tokens_PK, decode)
+
     def hidden(
         self, params: Params, tokens_BLK: Array, documents: SegmentIds | None = None
     ) -> Array:
@@ -81,9 +89,9 @@ class CalmTask:
         """The head's loss per chunk, over chunks without a masked token; the first chunk is not predicted."""
         tokens_BLK, targets_BLK = chunks(batch, self.chunk_size)
         h_PD = flatten(self.hidden(params, tokens_BLK, documents_of(batch, self.chunk_size)))
-        posterior = self.posterior(frozen, flatten(tokens_BLK[:, 1:]))
+        target = self.target(frozen, flatten(tokens_BLK[:, 1:]))
         key_P = flatten(split_keys(key_B, tokens_BLK.shape[1] - 1))
-        loss_P = call(self.model, {"params": params}, "loss", h_PD, posterior, key_P)
+        loss_P = call(self.model, {"params": params}, "loss", h_PD, target, key_P)
         return {"loss": total(loss_P, flatten(counted_chunks(0, targets_BLK)))}
 
     def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Any:
@@ -95,8 +103,8 @@ class CalmTask:
 
         def loss_of(xs: tuple[Array, Array, Array]) -> Array:
             h_BD, tokens_BK, key_B = xs
-            posterior = self.posterior(frozen, tokens_BK)
-            return call(self.model, {"params": params}, "loss", h_BD, posterior, key_B)
+            target = self.target(frozen, tokens_BK)
+            return call(self.model, {"params": params}, "loss", h_BD, target, key_B)
 
         documents = documents_of(batch, self.chunk_size)
         h_BLD = self.hidden(params, tokens_BLK, documents)

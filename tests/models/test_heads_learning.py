@@ -20,7 +20,7 @@ from calm_jax.models.heads.diffusion import cosine_schedule
 from calm_jax.models.heads.softmax import SoftmaxHead
 from calm_jax.tasks import AutoregressiveTask, CalmTask
 from tests.models.networks import autoencoder_config, keys, random_like, transformer_config
-from tests.models.tiny_heads import D, build_head, draws_of, initial, normal
+from tests.models.tiny_heads import D, build_head, draws_of, initial, normal, target_of
 
 
 def trained(loss_of, params, steps, learning_rate, seed=0):
@@ -227,7 +227,7 @@ def two_mode_draws(name, seed=0):
 
     def loss(variables, key):
         key_P = jax.random.split(key, positions)
-        return head.apply(variables, h_PD, posterior, key_P, method="loss").mean()
+        return head.apply(variables, h_PD, target_of(posterior), key_P, method="loss").mean()
 
     fresh = initial(head, seed)
     fitted, _ = trained(loss, fresh, steps, learning_rate, seed=seed + 100)

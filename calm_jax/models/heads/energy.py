@@ -1,7 +1,8 @@
 """The energy head: one forward pass turns a hidden state and noise into a latent (paper, section 3).
 
 The head has no likelihood. The energy score, a strictly proper scoring rule that needs only samples, trains it
-(`calm_jax.losses.energy_score`).
+(`calm_jax.losses.energy_score`). With `decoded_brier_weight` a second proper score joins it: that of the tokens to which
+the frozen autoencoder decodes the draws (`calm_jax.losses.decoded_brier`; not in the paper).
 
 P positions, N draws at each, D hidden features, E noise features, Z latent features, M target draws.
 """
@@ -16,7 +17,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
-from calm_jax.losses import Posterior, energy_score
+from calm_jax.losses import Posterior, Target, decoded_brier, energy_score
 from calm_jax.models.layers import layer_norm, linear, normal_init
 from calm_jax.parallel.constraints import constrain, gathered_kernel
 
@@ -31,6 +32,7 @@ class EnergyHeadConfig:
     num_samples: int
     num_target_samples: int
     beta: float
+    decoded_brier_weight: float
 
     def __post_init__(self):
         if self.num_samples < 2:
@@ -39,6 +41,10 @@ class EnergyHeadConfig:
             )
         if not 0 < self.beta <= 2:
             raise UserError(f"lm.head.beta={self.beta} must be in (0, 2]; the paper uses 1")
+        if self.decoded_brier_weight < 0:
+            raise UserError(
+                f"lm.head.decoded_brier_weight={self.decoded_brier_weight} must be at least 0; 0 is the paper's loss"
+            )
         if self.beta == 2:
             logging.warning(
                 "lm.head.beta=2 makes the energy score not strictly proper: it trains the mean of the head's draws, not their spread"
@@ -124,16 +130,24 @@ class EnergyHead(nn.Module):
         """Draws of the next chunk's latent, float32 [P, N, Z]; `noise_scale` multiplies the noise (1 in training)."""
         return self(h_PD, noise_scale * self.draw_noise(num_draws, key_P))
 
-    def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
-        """Minus the energy score at each position, float32 [P]: N draws of the head against M of the posterior."""
+    def loss(self, h_PD: Array, target: Target, key_P: Array) -> Array:
+        """The loss at each position, float32 [P]: minus the energy score of N draws of the head against M of the
+        posterior, plus the weighted Brier loss of the tokens that the N draws decode to."""
         key_P, target_key_P = jax.vmap(jax.random.split, out_axes=1)(key_P)
         noise_PNE = self.draw_noise(self.config.num_samples, key_P)
         shape = (self.config.num_target_samples, self.latent_size)
         eps_PMZ = jax.vmap(lambda key: jax.random.normal(key, shape))(target_key_P)
-        return self.loss_of_draws(h_PD, posterior, noise_PNE, eps_PMZ)
+        x_PNZ = self(h_PD, noise_PNE)
+        loss_P = -energy_score(x_PNZ, target.posterior, eps_PMZ, self.config.beta)
+        weight = self.config.decoded_brier_weight
+        if weight:
+            logit_RKV = target.decode(x_PNZ.reshape(-1, self.latent_size))
+            logit_PNKV = logit_RKV.reshape(*x_PNZ.shape[:2], *logit_RKV.shape[1:])
+            loss_P += weight * decoded_brier(logit_PNKV, target.tokens_PK)
+        return loss_P
 
     def loss_of_draws(
         self, h_PD: Array, posterior: Posterior, noise_PNE: Array, eps_PMZ: Array
     ) -> Array:
-        """`loss` for given noise, and for target draws made of the given standard normal `eps`."""
+        """Minus the energy score for given noise, and for target draws made of the given standard normal `eps`."""
         return -energy_score(self(h_PD, noise_PNE), posterior, eps_PMZ, self.config.beta)
