@@ -8,7 +8,7 @@ from calm_jax.data.tokenizers import Tokenizer, Vocabulary
 from calm_jax.models import attention
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.autoregressive import AutoregressiveLM
-from calm_jax.models.calm import CALM
+from calm_jax.models.calm import CALM, TokenPredictor
 from calm_jax.models.heads import LATENT_HEADS
 from calm_jax.models.heads.softmax import SoftmaxHead
 from calm_jax.tasks import AutoencoderTask, AutoregressiveTask, CalmTask, LmTask
@@ -53,7 +53,20 @@ def make_lm_task(config: Config, tokenizer: Tokenizer | Vocabulary, protocol: Pr
         body.norm_epsilon,
         dtype,
     )
-    model = CALM(body, head, tokenizer.vocab_size, tokenizer.pad_id, dtype)
+    weight = config.lm.token_loss_weight
+    token_predictor = (
+        TokenPredictor(
+            weight,
+            tokenizer.vocab_size,
+            config.chunk_size,
+            body.hidden_size,
+            body.norm_epsilon,
+            dtype,
+        )
+        if weight
+        else None
+    )
+    model = CALM(body, head, token_predictor, tokenizer.vocab_size, tokenizer.pad_id, dtype)
     return CalmTask(model, autoencoder, protocol)
 
 

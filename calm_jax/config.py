@@ -52,9 +52,21 @@ class LmStage:
 
     model: TransformerConfig
     head: HeadConfig
+    token_loss_weight: float
     data: BlockConfig
     optimizer: OptimizerConfig
     training: TrainingConfig
+
+    def __post_init__(self):
+        if self.token_loss_weight < 0:
+            raise UserError(
+                f"lm.token_loss_weight={self.token_loss_weight} must be at least 0; 0 trains by the head's loss alone"
+            )
+        if self.token_loss_weight and self.head.name not in LATENT_HEADS:
+            raise UserError(
+                f"lm.token_loss_weight={self.token_loss_weight}: lm.head.name={self.head.name!r} predicts tokens itself, "
+                "give 0"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +170,7 @@ class Config:
 
 
 # Keys that older versions did not have, with the value that stands for what those did: their workdirs stay readable.
-_ADDED = {"lm.head.decoded_brier_weight": 0.0}
+_ADDED = {"lm.head.decoded_brier_weight": 0.0, "lm.token_loss_weight": 0.0}
 # Keys whose type has changed since an older version, with a hint at the new values.
 _OLDER_TYPES = {"lm.model.remat": ": 'full' is what True was, 'none' what False was"}
 
@@ -258,7 +270,14 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
 
 
 # Keys that decide which parameters there are and what they mean. No command may load a workdir under other values.
-_MODEL_KEYS = ("chunk_size", "tokenizer.", "autoencoder.model.", "lm.model.", "lm.head.")
+_MODEL_KEYS = (
+    "chunk_size",
+    "tokenizer.",
+    "autoencoder.model.",
+    "lm.model.",
+    "lm.head.",
+    "lm.token_loss_weight",
+)
 # Keys that would change what a resumed run trains on, without an error. Training alone refuses other values.
 _TRAINING_KEYS = (
     "seed",

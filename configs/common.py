@@ -92,6 +92,9 @@ def get_config() -> ConfigDict:
     config.lm = ConfigDict()
     config.lm.model = _transformer()
     config.lm.head = _energy_head()
+    # Weight of an auxiliary loss, which makes the backbone learn faster (docs/training.md): the cross-entropy of the next
+    # chunk's K tokens, each predicted from the hidden state by a small network that generation does not use (paper: 0).
+    config.lm.token_loss_weight = 0.0
     # Published: documents have no eos, and a chunk may contain the end of one document and the start of the next.
     config.lm.data = _blocks(8192, append_eos=False, align_documents_to_chunks=False)
     config.lm.optimizer = _optimizer()
@@ -344,6 +347,8 @@ def _set_head(config: ConfigDict, name: str) -> None:
         if "num_blocks" in head and "num_blocks" in config.lm.head:
             head.num_blocks = config.lm.head.num_blocks
         config.lm.head = head
+    if name == "softmax":
+        config.lm.token_loss_weight = 0.0
 
 
 def _set_chunk_size(config: ConfigDict, text: str) -> None:

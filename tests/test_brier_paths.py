@@ -316,7 +316,7 @@ def network(chunk_size, exact=False, num_kv_heads=2):
     autoencoder = AutoencoderTask(
         Autoencoder(autoencoder_config(latent_size=Z), V, chunk_size, jnp.float32), PAD
     )
-    task = CalmTask(CALM(config, head, V, PAD, jnp.float32), autoencoder.model, protocol)
+    task = CalmTask(CALM(config, head, None, V, PAD, jnp.float32), autoencoder.model, protocol)
     return task.bind(random_params(task), {"params": random_params(autoencoder, seed=1)})
 
 

@@ -114,6 +114,8 @@ BAD = [
     ("lm.head.beta", {"lm.head.beta": -0.5}),
     ("lm.head.beta", {"lm.head.beta": 2.01}),
     ("lm.head.beta", {"lm.head.beta": float("nan")}),
+    ("lm.head.decoded_brier_weight", {"lm.head.decoded_brier_weight": -1.0}),
+    ("lm.token_loss_weight", {"lm.token_loss_weight": -1.0}),
     # Data.
     ("tokenizer.kind", {"tokenizer.kind": "gpt2"}),
     ("tokenizer.path", {"tokenizer.path": "x", "tokenizer.kind": "bytes"}),
@@ -224,8 +226,9 @@ def test_a_bad_value_is_refused_with_its_key_and_value(key, changes):
 
 def test_a_config_of_an_older_version_has_the_values_that_stand_for_what_it_did():
     stored = as_dict(resolve(tree_with({})))
-    del stored["lm"]["head"]["decoded_brier_weight"]
-    assert resolve(stored).lm.head.decoded_brier_weight == 0
+    del stored["lm"]["head"]["decoded_brier_weight"], stored["lm"]["token_loss_weight"]
+    config = resolve(stored)
+    assert config.lm.head.decoded_brier_weight == config.lm.token_loss_weight == 0
     # Only the energy head has the key.
     stored["lm"]["head"] = {"name": "flow", "num_blocks": 2, "num_samples": 4}
     with pytest.raises(UserError, match=r"lacks the key lm\.head\.num_steps"):

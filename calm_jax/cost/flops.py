@@ -161,6 +161,9 @@ def lm_training(config: Config, vocab_size: int, count: Count) -> Flops:
     else:
         flops["backbone"] += 3 * chunk_embedding(D, K)
         flops["head"] = 3 * _head_loss(config, count)
+        if config.lm.token_loss_weight:
+            predictor = _linear(D, 2 * D, K * D) + K * _linear(D, vocab_size)
+            flops["token predictor"] = 3 * predictor
         # The encoder is frozen: OURS has no backward pass through it.
         flops["encoder"] = (3 if count is Count.PAPER else 1) * encoder(config.autoencoder.model, K)
         if count is Count.OURS:

@@ -33,6 +33,7 @@ _CALM_PARTS = {
     "backbone/": "backbone",
     "embed/": "chunk embedding",
     "head/": "head",
+    "token_predictor/": "token predictor",
 }
 _AUTOREGRESSIVE_PARTS = {
     "embed/": "token embeddings",

@@ -26,7 +26,14 @@ from calm_jax.tasks import AutoencoderTask, LmTask
 
 # Keys of the recipe that the checkpoint decides, and the keys among them that the user may set nevertheless, because
 # they change no parameter.
-_MODEL_KEYS = ("chunk_size", "tokenizer.", "autoencoder.model.", "lm.model.", "lm.head.")
+_MODEL_KEYS = (
+    "chunk_size",
+    "tokenizer.",
+    "autoencoder.model.",
+    "lm.model.",
+    "lm.head.",
+    "lm.token_loss_weight",
+)
 _FREE_KEYS = ("lm.model.remat", "lm.model.attention")
 
 
@@ -114,6 +121,7 @@ def _recipe(
             for key in above:
                 parent = parent[key]
             parent[last] = ConfigDict(dataclasses.asdict(section))
+    base.lm.token_loss_weight = 0.0
     # The positions of a published model count chunks.
     if context_chunks:
         base.lm.data.block_tokens = context_chunks * chunk_size

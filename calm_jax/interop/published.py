@@ -309,12 +309,17 @@ def _refuse_unlike_hard_coded(config: Config) -> None:
 
 def not_carried_over(config: Config) -> list[str]:
     """Notes on keys that only matter in training and for which the published code hard-codes another value."""
-    head = config.lm.head
-    if not isinstance(head, EnergyHeadConfig):
-        return []
-    published = {"num_target_samples": _NUM_TARGET_SAMPLES, "decoded_brier_weight": 0.0}
+    lm = config.lm
+    ours_and_published: dict[str, tuple[float, float]] = {
+        "lm.token_loss_weight": (lm.token_loss_weight, 0.0)
+    }
+    if isinstance(lm.head, EnergyHeadConfig):
+        ours_and_published |= {
+            "lm.head.num_target_samples": (lm.head.num_target_samples, _NUM_TARGET_SAMPLES),
+            "lm.head.decoded_brier_weight": (lm.head.decoded_brier_weight, 0.0),
+        }
     return [
-        f"lm.head.{key}={getattr(head, key)}: the published code trains with {value}"
-        for key, value in published.items()
-        if getattr(head, key) != value
+        f"{key}={ours}: the published code trains with {published}"
+        for key, (ours, published) in ours_and_published.items()
+        if ours != published
     ]

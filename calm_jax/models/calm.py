@@ -16,6 +16,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.losses import Target
+from calm_jax.models.heads.softmax import SoftmaxHead
 from calm_jax.models.kv_cache import Memory
 from calm_jax.models.layers import layer_norm, linear, look_up, normal_init
 from calm_jax.models.transformer import Transformer, TransformerConfig
@@ -59,12 +60,56 @@ class ChunkEmbedding(nn.Module):
             return layer_norm(self.norm_epsilon, self.dtype, "norm")(x_BLD)
 
 
+class TokenPredictor(nn.Module):
+    """An auxiliary task for training: predicts each token of the next chunk from the hidden state (not in the paper).
+
+    The K tokens are predicted independently of each other, so this is no model of the chunk; generation does not use it.
+    Its loss teaches the backbone what the next tokens are likely to be long before the head's loss does.
+
+    Attributes:
+        weight: of its loss, positive.
+        vocab_size: V.
+        chunk_size: K.
+        hidden_size: D.
+        norm_epsilon: of the LayerNorm.
+        dtype: of the arithmetic; parameters and losses are float32.
+    """
+
+    weight: float
+    vocab_size: int
+    chunk_size: int
+    hidden_size: int
+    norm_epsilon: float
+    dtype: DTypeLike
+
+    def setup(self):
+        self.up = linear(2 * self.hidden_size, self.dtype)
+        self.expand = linear(self.chunk_size * self.hidden_size, self.dtype)
+        self.norm = layer_norm(self.norm_epsilon, self.dtype)
+        self.vocabulary = SoftmaxHead(self.vocab_size, self.hidden_size, self.dtype)
+
+    def loss(self, h_BLD: Array, tokens_BLK: Array, block: int) -> Array:
+        """Cross-entropy of each next chunk's K tokens in nats, summed, float32 [B, L].
+
+        Args:
+            h_BLD: hidden states.
+            tokens_BLK: the chunks to predict from them.
+            block: how many tokens of every row to compute logits of at once (see `SoftmaxHead.loss`).
+        """
+        with jax.named_scope("token_predictor"):
+            x_BLE = self.expand(nn.silu(self.up(h_BLD)))
+            x_BTD = self.norm(x_BLE.reshape(len(h_BLD), -1, self.hidden_size))
+            target_BT = tokens_BLK.reshape(len(h_BLD), -1)
+            return self.vocabulary.loss(x_BTD, target_BT, block).reshape(tokens_BLK.shape).sum(-1)
+
+
 class CALM(nn.Module):
     """The language model: `hidden` reads chunks, `sample` draws the next chunk's latent, `loss` trains both.
 
     Attributes:
         config: of the backbone.
         head: a latent head (see `calm_jax.models.heads`).
+        token_predictor: the auxiliary task; None for none.
         vocab_size: V, of the embedding table; pads included.
         pad_id: the token whose embedding stays zero.
         dtype: of the arithmetic; parameters are float32.
@@ -72,6 +117,7 @@ class CALM(nn.Module):
 
     config: TransformerConfig
     head: nn.Module
+    token_predictor: TokenPredictor | None
     vocab_size: int
     pad_id: int
     dtype: DTypeLike
@@ -110,6 +156,11 @@ class CALM(nn.Module):
         """The head's loss at each position, float32 [P]: hidden states against the next chunks."""
         return self.head.loss(h_PD, target, key_P)
 
+    def token_loss(self, h_BLD: Array, tokens_BLK: Array, block: int) -> Array:
+        """See `TokenPredictor.loss`."""
+        assert self.token_predictor is not None
+        return self.token_predictor.loss(h_BLD, tokens_BLK, block)
+
     def sample(self, h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
         """Draws of the next chunk's latent, [P, N, Z]; see `calm_jax.models.heads`."""
         return self.head.sample(h_PD, num_draws, key_P, noise_scale)
@@ -118,4 +169,6 @@ class CALM(nn.Module):
         """One latent per position, [B*L, 1, Z]; uses every parameter, for `init`."""
         h_BLD, _ = self.hidden(tokens_BLK)
         h_PD = h_BLD.reshape(-1, h_BLD.shape[-1])
+        if self.token_predictor is not None:
+            self.token_loss(h_BLD, tokens_BLK, tokens_BLK[0].size)
         return self.head.sample(h_PD, 1, key_P, noise_scale=1)

@@ -64,6 +64,8 @@ def _check_fits(
     if with_lm:
         compare("lm.head", config.lm.head, theirs.lm.head)
         compare("lm.model", config.lm.model, theirs.lm.model)
+        weights = config.lm.token_loss_weight, theirs.lm.token_loss_weight
+        ours_and_theirs["lm.token_loss_weight"] = weights
     for name, (ours, other) in ours_and_theirs.items():
         if ours == other:
             continue

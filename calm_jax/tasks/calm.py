@@ -12,6 +12,7 @@ from calm_jax.losses import Posterior, Target
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM
 from calm_jax.models.kv_cache import SegmentIds
+from calm_jax.parallel.constraints import rows_per_device
 from calm_jax.sampling.chunk_model import ChunkModel, at_once
 from calm_jax.tasks.base import Batch, Metrics, Params, call, chunks, flatten, split_keys, total
 from calm_jax.tasks.language_model import (
@@ -86,16 +87,29 @@ class CalmTask:
         return h_BLD
 
     def loss(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
-        """The head's loss per chunk, over chunks without a masked token; the first chunk is not predicted."""
+        """The loss per chunk, over chunks without a masked token; the first chunk is not predicted.
+
+        It is the head's loss, plus the weighted loss of the token predictor where there is one.
+        """
         tokens_BLK, targets_BLK = chunks(batch, self.chunk_size)
-        h_PD = flatten(self.hidden(params, tokens_BLK, documents_of(batch, self.chunk_size)))
+        h_BLD = self.hidden(params, tokens_BLK, documents_of(batch, self.chunk_size))
         target = self.target(frozen, flatten(tokens_BLK[:, 1:]))
         key_P = flatten(split_keys(key_B, tokens_BLK.shape[1] - 1))
-        loss_P = call(self.model, {"params": params}, "loss", h_PD, target, key_P)
-        return {"loss": total(loss_P, flatten(counted_chunks(0, targets_BLK)))}
+        loss_P = call(self.model, {"params": params}, "loss", flatten(h_BLD), target, key_P)
+        counted_P = flatten(counted_chunks(0, targets_BLK))
+        if self.model.token_predictor is None:
+            return {"loss": total(loss_P, counted_P)}
+        block = at_once(rows_per_device(len(h_BLD)) * self.model.vocab_size)
+        arguments = h_BLD, tokens_BLK[:, 1:], block
+        token_P = flatten(call(self.model, {"params": params}, "token_loss", *arguments))
+        return {
+            "loss": total(loss_P + self.model.token_predictor.weight * token_P, counted_P),
+            "head_loss": total(loss_P, counted_P),
+            "token_loss": total(token_P, counted_P),
+        }
 
     def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Any:
-        """Sums of the loss and of BrierLM."""
+        """Sums of the head's loss and of BrierLM."""
         tokens_BLK, targets_BLK = chunks(batch, self.chunk_size)
         rows, num_chunks, _ = tokens_BLK.shape
         num_draws = brier.chunks_of(self.chunk_size)

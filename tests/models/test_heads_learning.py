@@ -64,7 +64,7 @@ ROWS, CHUNKS = 3, 5
 
 def calm_task(name):
     config = autoencoder_config(latent_size=Z, hidden_size=16, intermediate_size=16)
-    model = CALM(BODY, build_head(name, Z), V, PAD, jnp.float32)
+    model = CALM(BODY, build_head(name, Z), None, V, PAD, jnp.float32)
     return CalmTask(model, Autoencoder(config, V, K, jnp.float32), Protocol(num_samples=2))
 
 

@@ -17,9 +17,9 @@ from calm_jax.brier import Protocol
 from calm_jax.config import resolve
 from calm_jax.data.packing import MASKED
 from calm_jax.errors import UserError
-from calm_jax.losses import Posterior, energy_score
+from calm_jax.losses import Posterior, cross_entropy, energy_score
 from calm_jax.models.autoencoder import Autoencoder
-from calm_jax.models.calm import CALM
+from calm_jax.models.calm import CALM, TokenPredictor
 from calm_jax.models.heads.energy import EnergyHead, EnergyHeadConfig
 from calm_jax.tasks import AutoencoderTask, CalmTask
 from tests.models import networks
@@ -34,7 +34,7 @@ from tests.models.networks import (
 
 V, PAD, K, D, Z, E, N, M = 263, 262, 4, 16, 10, 6, 3, 5
 BODY = transformer_config(hidden_size=D)
-HEAD = EnergyHeadConfig("energy", 2, E, N, M, beta=1.0)
+HEAD = EnergyHeadConfig("energy", 2, E, N, M, beta=1.0, decoded_brier_weight=0.0)
 AUTOENCODER = autoencoder_config(latent_size=Z)
 
 
@@ -45,7 +45,7 @@ def autoencoder_task(dtype=jnp.float32):
 def calm_task(dtype=jnp.float32, **body):
     config = dataclasses.replace(BODY, **body)
     head = EnergyHead(HEAD, D, Z, EPSILON, dtype)
-    model = CALM(config, head, V, PAD, dtype)
+    model = CALM(config, head, None, V, PAD, dtype)
     return CalmTask(model, autoencoder_task().model, Protocol(num_samples=2))
 
 
@@ -335,6 +335,46 @@ def test_head_loss_is_minus_the_energy_score_of_its_draws():
     ours = task.model.head.apply(head, h_PD, posterior, noise, eps, method="loss_of_draws")
     draws = task.model.head.apply(head, h_PD, noise)
     assert_close(ours, -energy_score(draws, posterior, eps, HEAD.beta), 1e-6)
+
+
+# --- The auxiliary task
+
+
+@pytest.mark.slow
+def test_the_token_predictor_adds_its_weighted_cross_entropy_to_the_heads_loss():
+    plain = calm_task()
+    predictor = TokenPredictor(0.5, V, K, D, EPSILON, jnp.float32)
+    task = dataclasses.replace(plain, model=plain.model.clone(token_predictor=predictor))
+    params, frozen = random_params(task), {"params": random_params(autoencoder_task(), seed=1)}
+    batch, key_B = batch_of(), keys(3)
+    batch["targets"][1, 9] = MASKED
+    metrics = loss_of(task)(params, frozen, batch, key_B)
+    without = {name: part for name, part in params.items() if name != "token_predictor"}
+    expected = loss_of(plain)(without, frozen, batch, key_B)["loss"]
+    assert_close(metrics["head_loss"], expected)
+
+    tokens_BLK = batch["tokens"].reshape(3, -1, K)
+    h_BLD = np.asarray(hidden_of(task)(params, tokens_BLK[:, :-1])[0])
+    weights = params["token_predictor"]
+    weights = jax.tree.map(np.asarray, weights)
+    x_BLE = h_BLD @ weights["up"]["kernel"] + weights["up"]["bias"]
+    x_BLE /= 1 + np.exp(-x_BLE)
+    x_BLE = x_BLE @ weights["expand"]["kernel"] + weights["expand"]["bias"]
+    x_BLKD = x_BLE.reshape(*x_BLE.shape[:2], K, D)
+    x_BLKD -= x_BLKD.mean(-1, keepdims=True)
+    x_BLKD /= np.sqrt((x_BLKD**2).mean(-1, keepdims=True) + EPSILON)
+    x_BLKD = x_BLKD * weights["norm"]["scale"] + weights["norm"]["bias"]
+    ce_BLK = cross_entropy(x_BLKD @ weights["vocabulary"]["kernel"], tokens_BLK[:, 1:])
+    ce_BL = np.array(ce_BLK.sum(-1))
+    # Token 9 of row 1 is masked: it lies in chunk 2, the second that is predicted.
+    ce_BL[1, 1] = 0
+    assert_close(metrics["token_loss"], (ce_BL.sum(), 3 * 4 - 1), 1e-4)
+    assert_close(metrics["loss"][0], metrics["head_loss"][0] + 0.5 * metrics["token_loss"][0], 1e-5)
+    # In blocks of one position.
+    blockwise = jax.jit(
+        lambda h: task.model.apply({"params": params}, h, tokens_BLK[:, 1:], 1, method="token_loss")
+    )
+    assert_close(blockwise(h_BLD), ce_BLK.sum(-1), 1e-4)
 
 
 # --- Sizes

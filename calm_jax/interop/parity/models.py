@@ -107,7 +107,7 @@ class PublishedCalm(_PublishedLm):
         make_head, _ = LATENT_HEADS[head_config.name]
         sizes = (body.hidden_size, autoencoder.model.config.latent_size, body.norm_epsilon)
         head = make_head(head_config, *sizes, jnp.float32)
-        model = CALM(body, head, vocab_size, pad_id, jnp.float32)
+        model = CALM(body, head, None, vocab_size, pad_id, jnp.float32)
         # The published code leaves out the last valid start of an n-gram.
         protocol = brier.Protocol(num_samples=2, skip_last_start=True)
         self.task = CalmTask(model, autoencoder.model, protocol)
