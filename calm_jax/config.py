@@ -170,7 +170,11 @@ class Config:
 
 
 # Keys that older versions did not have, with the value that stands for what those did: their workdirs stay readable.
-_ADDED = {"lm.head.decoded_brier_weight": 0.0, "lm.token_loss_weight": 0.0}
+_ADDED: dict[str, Any] = {
+    "lm.head.decoded_brier_weight": 0.0,
+    "lm.head.decoded_brier_delay": 0,
+    "lm.token_loss_weight": 0.0,
+}
 # Keys whose type has changed since an older version, with a hint at the new values.
 _OLDER_TYPES = {"lm.model.remat": ": 'full' is what True was, 'none' what False was"}
 

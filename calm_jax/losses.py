@@ -36,11 +36,13 @@ class Target(NamedTuple):
         posterior: the frozen autoencoder's, [P, Z].
         tokens_PK: their tokens.
         decode: the frozen autoencoder's decoder, latents [R, Z] -> logits [R, K, V].
+        step: number of updates so far, int32; None in evaluation, which leaves out what only helps to train.
     """
 
     posterior: Posterior
     tokens_PK: Array
     decode: Callable[[Array], Array]
+    step: Array | None
 
 
 def cross_entropy(logits: Array, target: Array) -> Array:

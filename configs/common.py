@@ -262,6 +262,8 @@ def _energy_head() -> ConfigDict:
     # which the frozen autoencoder decodes the N samples. It computes N K logits over the vocabulary for each chunk, so that
     # it costs little with thousands of tokens and much with 128,000 (paper: 0).
     head.decoded_brier_weight = 0.0
+    # Steps before this loss begins. At first the samples decode to nothing that is like the text, and it slows training down.
+    head.decoded_brier_delay = 0
     return head
 
 

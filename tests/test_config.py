@@ -226,7 +226,9 @@ def test_a_bad_value_is_refused_with_its_key_and_value(key, changes):
 
 def test_a_config_of_an_older_version_has_the_values_that_stand_for_what_it_did():
     stored = as_dict(resolve(tree_with({})))
-    del stored["lm"]["head"]["decoded_brier_weight"], stored["lm"]["token_loss_weight"]
+    del stored["lm"]["token_loss_weight"]
+    for key in ("decoded_brier_weight", "decoded_brier_delay"):
+        del stored["lm"]["head"][key]
     config = resolve(stored)
     assert config.lm.head.decoded_brier_weight == config.lm.token_loss_weight == 0
     # Only the energy head has the key.

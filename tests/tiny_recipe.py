@@ -1,4 +1,4 @@
-"""A recipe that trains in seconds: `--config=tests/tiny_recipe.py:GLOB[,head=...,k=...]` reads the text files of GLOB."""
+"""A recipe that trains in seconds: `--config=tests/tiny_recipe.py:GLOB[,head=...,k=...]` or `GLOB,all_losses` reads GLOB."""
 
 from ml_collections import ConfigDict
 
@@ -19,6 +19,8 @@ def get_config(arguments: str) -> ConfigDict:
     model.num_heads, model.num_kv_heads = 2, 2
     config.lm.head.noise_size = 4
     config.lm.head.num_target_samples = 4
+    # Small, so that compiling is fast: the paper's loss alone, but with the argument "all_losses".
+    config.lm.head.decoded_brier_weight = config.lm.token_loss_weight = 0.0
     config.lm.data.block_tokens = 32
     config.autoencoder.data.block_tokens = 32
     for stage in (config.autoencoder, config.lm):
@@ -38,6 +40,11 @@ def get_config(arguments: str) -> ConfigDict:
     config.sample.max_tokens = 8
     config.eval.context_tokens = 16
     config.eval.block_tokens = 32
+    if changes == "all_losses":
+        config.lm.head.decoded_brier_weight = 2.0
+        config.lm.head.decoded_brier_delay = 5
+        config.lm.token_loss_weight = 0.5
+        changes = ""
     common.variant(config, changes)
     config.autoencoder.model.latent_size = 2 * config.chunk_size
     if config.lm.head.name == "diffusion":

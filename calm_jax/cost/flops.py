@@ -169,7 +169,7 @@ def lm_training(config: Config, vocab_size: int, count: Count) -> Flops:
         if count is Count.OURS:
             flops["energy score"] = 3 * _energy_score(config)
             # The decoder is frozen: its backward pass has the gradient of its input alone.
-            flops["decoded Brier"] = 2 * _decoded_brier(config, vocab_size)
+            flops["decoded Brier loss"] = 2 * _decoded_brier(config, vocab_size)
     return {name: share * part for name, part in flops.items()}
 
 

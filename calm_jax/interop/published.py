@@ -173,6 +173,7 @@ class PublishedConfig:
                 num_target_samples=_NUM_TARGET_SAMPLES,
                 beta=self.number("beta"),
                 decoded_brier_weight=0.0,
+                decoded_brier_delay=0,
             )
         if self.architecture == DIFFUSION:
             return DiffusionHeadConfig("diffusion", blocks, samples, _DIFFUSION_STEPS)

@@ -32,6 +32,7 @@ _NOT_COMPARED = {
         "num_target_samples",
         "beta",
         "decoded_brier_weight",
+        "decoded_brier_delay",
         "num_steps",
         "solver",
     ),

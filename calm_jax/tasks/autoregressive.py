@@ -72,7 +72,9 @@ class AutoregressiveTask:
         targets_BL = targets_BLK[:, 1:, 0]
         return call(self.model, variables, "loss", h_BLD, targets_BL, block)
 
-    def loss(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
+    def loss(
+        self, params: Params, frozen: Params, batch: Batch, key_B: Array, step: Array
+    ) -> Metrics:
         """The cross-entropy per token in nats."""
         _, targets_BLK = chunks(batch, 1)
         return {"loss": total(self._loss(params, batch), counted_chunks(0, targets_BLK))}

@@ -27,8 +27,10 @@ class Task(Protocol):
         """Fresh float32 parameters."""
         ...
 
-    def loss(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
-        """The metrics of training; the one called "loss" is minimised."""
+    def loss(
+        self, params: Params, frozen: Params, batch: Batch, key_B: Array, step: Array
+    ) -> Metrics:
+        """The metrics of training; the one called "loss" is minimised. `step` is the number of updates before this one."""
         ...
 
     def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Any:

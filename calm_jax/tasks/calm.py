@@ -70,13 +70,13 @@ class CalmTask:
         """The frozen autoencoder's posterior of chunks of true tokens [P, K], without dropout."""
         return jax.lax.stop_gradient(call(self.autoencoder, frozen, "encode", tokens_PK))
 
-    def target(self, frozen: Params, tokens_PK: Array) -> Target:
-        """Chunks of true tokens [P, K], as the head's loss sees them."""
+    def target(self, frozen: Params, tokens_PK: Array, step: Array | None) -> Target:
+        """Chunks of true tokens [P, K], as the head's loss sees them; `step` is None in evaluation."""
 
         def decode(latent_RZ: Array) -> Array:
             return call(self.autoencoder, frozen, "decode", latent_RZ)
 
-        return Target(self.posterior(frozen, tokens_PK), tokens_PK, decode)
+        return Target(self.posterior(frozen, tokens_PK), tokens_PK, decode, step)
 
     def hidden(
         self, params: Params, tokens_BLK: Array, documents: SegmentIds | None = None
@@ -86,14 +86,16 @@ class CalmTask:
         h_BLD, _ = call(self.model, {"params": params}, "hidden", inputs_BLK, documents)
         return h_BLD
 
-    def loss(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
+    def loss(
+        self, params: Params, frozen: Params, batch: Batch, key_B: Array, step: Array
+    ) -> Metrics:
         """The loss per chunk, over chunks without a masked token; the first chunk is not predicted.
 
         It is the head's loss, plus the weighted loss of the token predictor where there is one.
         """
         tokens_BLK, targets_BLK = chunks(batch, self.chunk_size)
         h_BLD = self.hidden(params, tokens_BLK, documents_of(batch, self.chunk_size))
-        target = self.target(frozen, flatten(tokens_BLK[:, 1:]))
+        target = self.target(frozen, flatten(tokens_BLK[:, 1:]), step)
         key_P = flatten(split_keys(key_B, tokens_BLK.shape[1] - 1))
         loss_P = call(self.model, {"params": params}, "loss", flatten(h_BLD), target, key_P)
         counted_P = flatten(counted_chunks(0, targets_BLK))
@@ -117,7 +119,7 @@ class CalmTask:
 
         def loss_of(xs: tuple[Array, Array, Array]) -> Array:
             h_BD, tokens_BK, key_B = xs
-            target = self.target(frozen, tokens_BK)
+            target = self.target(frozen, tokens_BK, None)
             return call(self.model, {"params": params}, "loss", h_BD, target, key_B)
 
         documents = documents_of(batch, self.chunk_size)

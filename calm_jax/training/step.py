@@ -93,9 +93,9 @@ def make_step(
       "segments" of the same shape where documents are isolated.
     """
 
-    def gradient_sums(params: Params, frozen: Params, batch: Batch, key_B: Array):
+    def gradient_sums(params: Params, frozen: Params, step: Array, batch: Batch, key_B: Array):
         def loss_sum(params: Params) -> tuple[Array, Metrics]:
-            metrics = task.loss(params, frozen, batch, key_B)
+            metrics = task.loss(params, frozen, batch, key_B, step)
             return metrics["loss"][0], metrics
 
         gradient, metrics = jax.grad(loss_sum, has_aux=True)(params)
@@ -105,9 +105,9 @@ def make_step(
         rows = len(batch["tokens"])
         step_key = jax.random.fold_in(key, state.step)
         key_B = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(rows))
-        parts = config.accumulation_steps
+        parts, fixed = config.accumulation_steps, (state.params, frozen, state.step)
         if parts == 1:
-            gradient, metrics = gradient_sums(state.params, frozen, batch, key_B)
+            gradient, metrics = gradient_sums(*fixed, batch, key_B)
         else:
             # Microbatches take every n-th row, so that each device has rows in every microbatch.
             micro = jax.tree.map(
@@ -116,13 +116,9 @@ def make_step(
             )
 
             def add(total, batch_and_key):
-                return jax.tree.map(
-                    jnp.add, total, gradient_sums(state.params, frozen, *batch_and_key)
-                ), None
+                return jax.tree.map(jnp.add, total, gradient_sums(*fixed, *batch_and_key)), None
 
-            shapes = jax.eval_shape(
-                gradient_sums, state.params, frozen, *jax.tree.map(lambda x: x[0], micro)
-            )
+            shapes = jax.eval_shape(gradient_sums, *fixed, *jax.tree.map(lambda x: x[0], micro))
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             (gradient, metrics), _ = jax.lax.scan(add, zeros, micro)
 
@@ -195,7 +191,7 @@ def fresh_state(
     def init() -> TrainState:
         params = task.init(key)
         key_B = jax.random.split(jax.random.key(0), len(batch["tokens"]))
-        metrics = jax.eval_shape(task.loss, params, frozen, batch, key_B)
+        metrics = jax.eval_shape(task.loss, params, frozen, batch, key_B, jnp.int32(0))
         metrics |= {name: (0, 0) for name in ("gradient_norm", "tokens_per_step")}
         zeros = jax.tree.map(lambda _: jnp.float32(0), metrics)
         count = jnp.int32(0)

@@ -80,6 +80,8 @@ def test_our_count_is_below_the_papers():
 def small(head: str) -> Config:
     """Wide enough that matrix products dominate; one layer of each kind, as XLA counts a loop's body once."""
     config = quickstart.get_config(f"head={head}")
+    # The quickstart has the losses whose cost depends on the vocabulary.
+    assert config.lm.token_loss_weight and (head != "energy" or config.lm.head.decoded_brier_weight)
     model = config.lm.model
     model.hidden_size, model.intermediate_size, model.num_layers = 256, 688, 1
     model.num_heads = model.num_kv_heads = 4
@@ -124,7 +126,7 @@ def test_flops_of_a_small_lm_step_equal_xlas_count(head):
 
     def loss(params, frozen):
         batch = {"tokens": tokens, "targets": tokens}
-        return task.loss(params, frozen, batch, key_B)["loss"][0]
+        return task.loss(params, frozen, batch, key_B, 0)["loss"][0]
 
     parts = flops.lm_training(config, tokenizer.vocab_size, Count.OURS)
     expected = as_xla(config, parts) * tokens.size
@@ -140,7 +142,7 @@ def test_flops_of_a_small_autoencoder_step_equal_xlas_count():
     key_B = jax.random.split(jax.random.key(0), rows)
 
     def loss(params):
-        return task.loss(params, {}, {"tokens": tokens, "targets": tokens}, key_B)["loss"][0]
+        return task.loss(params, {}, {"tokens": tokens, "targets": tokens}, key_B, 0)["loss"][0]
 
     expected = sum(flops.autoencoder_training(config, tokenizer.vocab_size).values()) * tokens.size
     assert counted(loss, params) == pytest.approx(expected, rel=0.05)

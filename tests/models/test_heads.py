@@ -67,15 +67,19 @@ def test_the_energy_heads_loss_is_the_energy_score_plus_the_weighted_brier_loss_
     def decode(latent_RZ):
         return jnp.tanh(latent_RZ @ normal(4, 18, seed=4)).reshape(-1, 3, 6)
 
-    def loss(weight):
-        weighted = build_head("energy", 4, decoded_brier_weight=weight)
-        target = Target(posterior, tokens_PK, decode)
+    def loss(weight, step):
+        weighted = build_head("energy", 4, decoded_brier_weight=weight, decoded_brier_delay=3)
+        target = Target(posterior, tokens_PK, decode, step)
         return weighted.apply(variables, h_PD, target, key_P, method="loss")
 
     noise_PNE = head.draw_noise(8, jax.vmap(jax.random.split)(key_P)[:, 0])
     x_PNZ = head.apply(variables, h_PD, noise_PNE)
     brier_P = decoded_brier(decode(x_PNZ.reshape(-1, 4)).reshape(5, 8, 3, 6), tokens_PK)
-    np.testing.assert_allclose((loss(20.0) - loss(0.0)) / 20, brier_P, rtol=1e-4, atol=1e-5)
+    without = loss(0.0, 3)
+    np.testing.assert_allclose((loss(20.0, 3) - without) / 20, brier_P, rtol=1e-4, atol=1e-5)
+    # Neither before its delay nor in evaluation.
+    np.testing.assert_allclose(loss(20.0, 2), without, rtol=1e-6)
+    np.testing.assert_array_equal(loss(20.0, None), without)
 
 
 @pytest.mark.parametrize("name", LATENT_HEADS)
@@ -190,6 +194,7 @@ BAD = [
     ("energy", "beta", 0.0),
     ("energy", "beta", 2.1),
     ("energy", "decoded_brier_weight", -1.0),
+    ("energy", "decoded_brier_delay", -1),
 ]
 
 

@@ -89,7 +89,7 @@ def overfitted_latent_head(name, steps, learning_rate):
     batch = {"tokens": tokens, "targets": tokens}
 
     def loss(params, key):
-        total, weight = task.loss(params, frozen, batch, jax.random.split(key, ROWS))["loss"]
+        total, weight = task.loss(params, frozen, batch, jax.random.split(key, ROWS), 0)["loss"]
         return total / weight
 
     params, losses = trained(loss, jax.jit(task.init)(jax.random.key(0)), steps, learning_rate)
@@ -163,7 +163,7 @@ def test_the_softmax_head_overfits_one_batch():
     batch = {"tokens": tokens, "targets": tokens}
 
     def loss(params, key):
-        total, weight = task.loss(params, {}, batch, jax.random.split(key, ROWS))["loss"]
+        total, weight = task.loss(params, {}, batch, jax.random.split(key, ROWS), 0)["loss"]
         return total / weight
 
     params, losses = trained(loss, jax.jit(task.init)(jax.random.key(0)), 300, 1e-2)

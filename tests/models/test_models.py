@@ -34,7 +34,9 @@ from tests.models.networks import (
 
 V, PAD, K, D, Z, E, N, M = 263, 262, 4, 16, 10, 6, 3, 5
 BODY = transformer_config(hidden_size=D)
-HEAD = EnergyHeadConfig("energy", 2, E, N, M, beta=1.0, decoded_brier_weight=0.0)
+HEAD = EnergyHeadConfig(
+    "energy", 2, E, N, M, beta=1.0, decoded_brier_weight=0.0, decoded_brier_delay=0
+)
 AUTOENCODER = autoencoder_config(latent_size=Z)
 
 
@@ -77,7 +79,7 @@ def batch_of(B=3, L=5, seed=0):
 
 @functools.cache
 def loss_of(task):
-    return jax.jit(lambda params, frozen, batch, key_B: task.loss(params, frozen, batch, key_B))
+    return jax.jit(lambda params, frozen, batch, key_B: task.loss(params, frozen, batch, key_B, 0))
 
 
 @functools.cache
@@ -157,7 +159,7 @@ def gradient_of(remat, attention="xla"):
     _, (_, params, frozen) = both_tasks()
 
     def loss(params):
-        return task.loss(params, frozen, batch_of(), keys(3))["loss"][0]
+        return task.loss(params, frozen, batch_of(), keys(3), 0)["loss"][0]
 
     return jax.jit(jax.value_and_grad(loss)), params
 
@@ -258,7 +260,7 @@ def test_the_pad_embedding_gets_no_gradient_and_is_never_read():
     batch["tokens"][:, 5:9] = batch["targets"][:, 5:9] = PAD
 
     def loss(params):
-        return task.loss(params, frozen, batch, keys(3))["loss"][0]
+        return task.loss(params, frozen, batch, keys(3), 0)["loss"][0]
 
     gradient = jax.jit(jax.grad(loss))(params)["embed"]["tokens"]["embedding"]
     assert (gradient[PAD] == 0).all()
@@ -492,7 +494,7 @@ def test_no_gradient_reaches_the_frozen_autoencoder():
     _, (task, params, frozen) = both_tasks()
 
     def loss(frozen):
-        return task.loss(params, frozen, batch_of(), keys(3))["loss"][0]
+        return task.loss(params, frozen, batch_of(), keys(3), 0)["loss"][0]
 
     gradient = jax.jit(jax.grad(loss))(frozen)
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(gradient))
@@ -503,7 +505,7 @@ def test_language_model_training_never_computes_vocabulary_sized_arrays():
 
     def vocabulary_sized(task, params, frozen):
         def loss(params):
-            return task.loss(params, frozen, batch_of(), keys(3))["loss"][0]
+            return task.loss(params, frozen, batch_of(), keys(3), 0)["loss"][0]
 
         jaxpr = jax.make_jaxpr(jax.jit(jax.value_and_grad(loss)))(params)
         return {shape for shape in shapes_in(jaxpr) if V in shape}

@@ -24,6 +24,7 @@ CONFIGS = {
         num_target_samples=8,
         beta=1.0,
         decoded_brier_weight=0.0,
+        decoded_brier_delay=0,
     ),
     # Sampling visits all 1000 steps of training. At the first, noisiest step almost no signal is left, and the
     # network's error is multiplied by sqrt(alpha_bar_before / alpha_bar): 32 for 1000 steps, but 318 for 100, too much
@@ -51,7 +52,7 @@ def random_variables(head, seed=0):
 
 def target_of(posterior):
     """A target of which only the posterior is used."""
-    return Target(posterior, None, None)
+    return Target(posterior, None, None, None)
 
 
 def normal(*shape, seed=0):

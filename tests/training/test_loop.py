@@ -92,7 +92,7 @@ def run_steps(name: str, steps: int, mesh_sizes: tuple[int, ...] = (1, 1, 1), **
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["autoencoder", pytest.param("lm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["autoencoder", "lm", "lm,all_losses"])
 def test_gradient_accumulation_equals_the_whole_batch(name):
     """Also with unequal weights of the microbatches, which masked chunks cause."""
     _, whole = run_steps(name, 3)
@@ -127,7 +127,9 @@ def first_moments(state) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["autoencoder", *(f"lm,head={head}" for head in HEADS)])
+@pytest.mark.parametrize(
+    "name", ["autoencoder", *(f"lm,head={head}" for head in HEADS), "lm,all_losses"]
+)
 def test_training_on_eight_devices_equals_one(name, tmp_path):
     """Loss and gradient of step 1 to a relative 1e-5, the losses of 20 steps to 1e-3."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -161,7 +163,7 @@ class Fragile:
     def init(self, key):
         return {"kernel": jnp.ones(2)}
 
-    def loss(self, params, frozen, batch, key_B):
+    def loss(self, params, frozen, batch, key_B, step):
         bad = (batch["tokens"] == 255).any()
         value = (params["kernel"] ** 2).sum() * jnp.where(bad, jnp.nan, 1.0)
         return {"loss": (value, jnp.float32(1))}

@@ -33,6 +33,7 @@ class EnergyHeadConfig:
     num_target_samples: int
     beta: float
     decoded_brier_weight: float
+    decoded_brier_delay: int
 
     def __post_init__(self):
         if self.num_samples < 2:
@@ -48,6 +49,10 @@ class EnergyHeadConfig:
         if self.beta == 2:
             logging.warning(
                 "lm.head.beta=2 makes the energy score not strictly proper: it trains the mean of the head's draws, not their spread"
+            )
+        if self.decoded_brier_delay < 0:
+            raise UserError(
+                f"lm.head.decoded_brier_delay={self.decoded_brier_delay} must be at least 0 steps"
             )
         for name in ("num_blocks", "noise_size", "num_target_samples"):
             if getattr(self, name) < 1:
@@ -132,15 +137,16 @@ class EnergyHead(nn.Module):
 
     def loss(self, h_PD: Array, target: Target, key_P: Array) -> Array:
         """The loss at each position, float32 [P]: minus the energy score of N draws of the head against M of the
-        posterior, plus the weighted Brier loss of the tokens that the N draws decode to."""
+        posterior, plus, in training, the weighted Brier loss of the tokens that the N draws decode to."""
         key_P, target_key_P = jax.vmap(jax.random.split, out_axes=1)(key_P)
         noise_PNE = self.draw_noise(self.config.num_samples, key_P)
         shape = (self.config.num_target_samples, self.latent_size)
         eps_PMZ = jax.vmap(lambda key: jax.random.normal(key, shape))(target_key_P)
         x_PNZ = self(h_PD, noise_PNE)
         loss_P = -energy_score(x_PNZ, target.posterior, eps_PMZ, self.config.beta)
-        weight = self.config.decoded_brier_weight
-        if weight:
+        if self.config.decoded_brier_weight and target.step is not None:
+            has_begun = target.step >= self.config.decoded_brier_delay
+            weight = jnp.where(has_begun, self.config.decoded_brier_weight, 0.0)
             logit_RKV = target.decode(x_PNZ.reshape(-1, self.latent_size))
             logit_PNKV = logit_RKV.reshape(*x_PNZ.shape[:2], *logit_RKV.shape[1:])
             loss_P += weight * decoded_brier(logit_PNKV, target.tokens_PK)
