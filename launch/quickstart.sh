@@ -9,8 +9,8 @@
 # this script then ends with its status.
 #
 # Needs: Python 3.11, 3.12 or 3.13 with venv (on Debian and Ubuntu the package python3-venv), a connection to PyPI for the
-# installation, 2 GB of memory. The installation has no GPU or TPU support: the model is made for a CPU.
-# Costs: five minutes on two CPU cores after the installation (docs/benchmarks.md), 2.1e13 floating-point operations. For
+# installation, 3 GB of memory. The installation has no GPU or TPU support: the model is made for a CPU.
+# Costs: seven minutes on two CPU cores after the installation (docs/benchmarks.md), 2.6e13 floating-point operations. For
 # comparison: CALM-M with its autoencoder is 3.47e20 FLOPs (calm_jax/cost/flops.py).
 set -euo pipefail
 # shellcheck source=launch/common.sh
