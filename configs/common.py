@@ -93,7 +93,8 @@ def get_config() -> ConfigDict:
     config.lm.model = _transformer()
     config.lm.head = _energy_head()
     # Weight of an auxiliary loss, which makes the backbone learn faster (docs/training.md): the cross-entropy of the next
-    # chunk's K tokens, each predicted from the hidden state by a small network that generation does not use (paper: 0).
+    # chunk's K tokens, each predicted from the hidden state by a small network that generation does not use (paper: 0). A run
+    # cannot change it later, since the network has parameters. Not for a softmax head.
     config.lm.token_loss_weight = 0.0
     # Published: documents have no eos, and a chunk may contain the end of one document and the start of the next.
     config.lm.data = _blocks(8192, append_eos=False, align_documents_to_chunks=False)
@@ -259,8 +260,8 @@ def _energy_head() -> ConfigDict:
     # Exponent of the distance in the energy score, in (0, 2]; the score is strictly proper below 2 (paper: 1).
     head.beta = 1.0
     # Weight of a second loss, which small models learn much faster with (docs/training.md): the Brier score of the tokens to
-    # which the frozen autoencoder decodes the N samples. It computes N K logits over the vocabulary for each chunk, so that
-    # it costs little with thousands of tokens and much with 128,000 (paper: 0).
+    # which the frozen autoencoder decodes the N samples (paper: 0). It holds N K float32 logits over the vocabulary for each
+    # chunk in memory: for a block of CALM-M 34 GB, so that it is for vocabularies of thousands of tokens.
     head.decoded_brier_weight = 0.0
     # Steps before this loss begins. At first the samples decode to nothing that is like the text, and it slows training down.
     head.decoded_brier_delay = 0

@@ -43,6 +43,10 @@ def get_config(folder: str = "") -> ConfigDict:
     data.append_eos = True
     data.align_documents_to_chunks = True
 
+    # The model that it begins with has learnt to decode.
+    if "decoded_brier_delay" in config.lm.head:
+        config.lm.head.decoded_brier_delay = 0
+
     # A tenth of the paper's learning rate.
     optimizer = config.lm.optimizer
     optimizer.learning_rate = 3e-5

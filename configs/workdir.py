@@ -5,7 +5,7 @@ import pathlib
 
 from ml_collections import ConfigDict
 
-from calm_jax.config import resolve
+from calm_jax.config import as_dict, resolve
 from calm_jax.errors import UserError
 
 
@@ -17,12 +17,4 @@ def get_config(folder: str = "") -> ConfigDict:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is no workdir: {path} cannot be read ({error})") from error
-    resolve(stored)
-    return ConfigDict(_with_tuples(stored))
-
-
-def _with_tuples(tree):
-    """Turns the lists of JSON into the tuples that a recipe has."""
-    if isinstance(tree, dict):
-        return {key: _with_tuples(value) for key, value in tree.items()}
-    return tuple(tree) if isinstance(tree, list) else tree
+    return ConfigDict(as_dict(resolve(stored)))

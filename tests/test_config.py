@@ -19,7 +19,7 @@ from calm_jax.errors import UserError
 from calm_jax.evaluation import evaluator
 from calm_jax.models.heads import HEADS, LATENT_HEADS
 from calm_jax.training import loop
-from configs import common
+from configs import common, quickstart
 from configs import workdir as stored
 
 RECIPES = sorted(
@@ -115,6 +115,7 @@ BAD = [
     ("lm.head.beta", {"lm.head.beta": 2.01}),
     ("lm.head.beta", {"lm.head.beta": float("nan")}),
     ("lm.head.decoded_brier_weight", {"lm.head.decoded_brier_weight": -1.0}),
+    ("lm.head.decoded_brier_delay", {"lm.head.decoded_brier_delay": -1}),
     ("lm.token_loss_weight", {"lm.token_loss_weight": -1.0}),
     # Data.
     ("tokenizer.kind", {"tokenizer.kind": "gpt2"}),
@@ -224,17 +225,31 @@ def test_a_bad_value_is_refused_with_its_key_and_value(key, changes):
     assert f"{key}={shown}" in message
 
 
-def test_a_config_of_an_older_version_has_the_values_that_stand_for_what_it_did():
-    stored = as_dict(resolve(tree_with({})))
-    del stored["lm"]["token_loss_weight"]
+def test_a_token_loss_is_refused_for_a_softmax_head():
+    tree = quickstart.get_config("head=softmax")
+    assert resolve(tree).lm.token_loss_weight == 0
+    tree.lm.token_loss_weight = 0.5
+    assert "lm.token_loss_weight=0.5: lm.head.name='softmax' predicts tokens itself" in refusal(
+        tree
+    )
+
+
+def test_a_config_of_an_older_version_has_the_values_that_stand_for_what_it_did(tmp_path):
+    older = as_dict(resolve(tree_with({})))
+    del older["lm"]["token_loss_weight"]
     for key in ("decoded_brier_weight", "decoded_brier_delay"):
-        del stored["lm"]["head"][key]
-    config = resolve(stored)
+        del older["lm"]["head"][key]
+    config = resolve(older)
     assert config.lm.head.decoded_brier_weight == config.lm.token_loss_weight == 0
+    # As a recipe it has the keys, so that flags can change them.
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    tree = stored.get_config(str(tmp_path))
+    assert tree.lm.token_loss_weight == tree.lm.head.decoded_brier_delay == 0
+    assert resolve(tree) == config
     # Only the energy head has the key.
-    stored["lm"]["head"] = {"name": "flow", "num_blocks": 2, "num_samples": 4}
+    older["lm"]["head"] = {"name": "flow", "num_blocks": 2, "num_samples": 4}
     with pytest.raises(UserError, match=r"lacks the key lm\.head\.num_steps"):
-        resolve(stored)
+        resolve(older)
 
 
 def test_integers_are_accepted_for_float_keys():

@@ -169,7 +169,9 @@ def lm_training(config: Config, vocab_size: int, count: Count) -> Flops:
         if count is Count.OURS:
             flops["energy score"] = 3 * _energy_score(config)
             # The decoder is frozen: its backward pass has the gradient of its input alone.
-            flops["decoded Brier loss"] = 2 * _decoded_brier(config, vocab_size)
+            brier = 2 * _decoded_brier(config, vocab_size)
+            if brier:
+                flops["decoded Brier loss"] = brier
     return {name: share * part for name, part in flops.items()}
 
 

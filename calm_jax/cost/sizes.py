@@ -70,7 +70,7 @@ def _autoencoder(config: Config, vocab_size: int) -> Parameters:
 def language_model(config: Config, vocab_size: int) -> Parameters:
     """The parameters that stage 2 trains.
 
-    Parts of CALM: token embeddings, backbone, chunk embedding, head. Parts of the autoregressive baseline: token
+    Parts of CALM: token embeddings, backbone, chunk embedding, head, token predictor. Parts of the autoregressive baseline: token
     embeddings, backbone, vocabulary (the softmax head).
     """
     return dict(_language_model(config, vocab_size))
@@ -118,7 +118,8 @@ def fsdp_traffic(
       - every trained parameter is gathered for the forward pass and again for the backward pass, and its gradient is
         scattered once, all in `compute_dtype`. The language model's token embeddings are gathered only once, because
         their gradient does not need their values;
-      - of the frozen autoencoder, the encoder and the embeddings are gathered once, in float32.
+      - of the frozen autoencoder, the encoder and the embeddings are gathered once, in float32; with
+        `decoded_brier_weight` the decoder is read too, and is not counted.
     Per step, on a mesh with a data axis: an all-reduce over it of each device's shard of the gradients.
 
     Args:

@@ -5,7 +5,7 @@ one hidden state per chunk; from the hidden state of chunk i, a generative head 
 The frozen autoencoder (autoencoder.py) decodes that latent to K tokens, and these tokens, not the latent, are the
 backbone's next input: the paper found latents as input much worse.
 
-Next: heads/energy.py, the head; `calm_jax.losses`, the energy score that trains it; `calm_jax.brier`, how the model is
+Next: heads/energy.py, the head; `calm_jax.losses`, the scores that train it; `calm_jax.brier`, how the model is
 scored; `calm_jax.sampling.temperature`, how it is sampled at a temperature.
 """
 

@@ -14,9 +14,8 @@ from calm_jax.parallel.mesh import BATCH, path_of, spec_of
 
 # The checkpoint name of `product`'s results, for the policies of `lm.model.remat`.
 PRODUCT = "product"
-# XLA's CPU backend fuses the slice of one layer's kernel out of the stacked kernels into a product of fewer rows than
-# this, and computes that product by scalar loops: behind a barrier the kernel is sliced first. Elsewhere, and for more
-# rows, the barrier changes nothing.
+# XLA's CPU backend fuses the slice of one layer's kernel out of the stacked kernels into a product of few rows, and computes
+# that product by scalar loops: behind a barrier the kernel is sliced first. The barrier is used for at most this many rows.
 _FEW_ROWS = 256
 
 

@@ -66,7 +66,9 @@ def _check_fits(
         compare("lm.head", config.lm.head, theirs.lm.head)
         compare("lm.model", config.lm.model, theirs.lm.model)
         weights = config.lm.token_loss_weight, theirs.lm.token_loss_weight
-        ours_and_theirs["lm.token_loss_weight"] = weights
+        # The weight's size is free, but not whether the auxiliary network is there.
+        if not all(weights):
+            ours_and_theirs["lm.token_loss_weight"] = weights
     for name, (ours, other) in ours_and_theirs.items():
         if ours == other:
             continue

@@ -144,13 +144,20 @@ class EnergyHead(nn.Module):
         eps_PMZ = jax.vmap(lambda key: jax.random.normal(key, shape))(target_key_P)
         x_PNZ = self(h_PD, noise_PNE)
         loss_P = -energy_score(x_PNZ, target.posterior, eps_PMZ, self.config.beta)
-        if self.config.decoded_brier_weight and target.step is not None:
-            has_begun = target.step >= self.config.decoded_brier_delay
-            weight = jnp.where(has_begun, self.config.decoded_brier_weight, 0.0)
+        weight = self.config.decoded_brier_weight
+        if not weight or target.step is None:
+            return loss_P
+
+        def brier(x_PNZ: Array) -> Array:
             logit_RKV = target.decode(x_PNZ.reshape(-1, self.latent_size))
             logit_PNKV = logit_RKV.reshape(*x_PNZ.shape[:2], *logit_RKV.shape[1:])
-            loss_P += weight * decoded_brier(logit_PNKV, target.tokens_PK)
-        return loss_P
+            return decoded_brier(logit_PNKV, target.tokens_PK)
+
+        if not self.config.decoded_brier_delay:
+            return loss_P + weight * brier(x_PNZ)
+        has_begun = target.step >= self.config.decoded_brier_delay
+        none = jnp.zeros_like(loss_P)
+        return loss_P + weight * jax.lax.cond(has_begun, brier, lambda _: none, x_PNZ)
 
     def loss_of_draws(
         self, h_PD: Array, posterior: Posterior, noise_PNE: Array, eps_PMZ: Array
