@@ -602,7 +602,13 @@ def test_the_parameter_count_of_a_variant_is_the_sum_of_its_parts(name, argument
         "flow": lambda: chunk_embedding(config) + modulated_mlp(config, latent),
         "softmax": lambda: 2 * LLAMA.vocab_size * width,
     }
-    assert count_lm(config) == transformer(config) + parts[config.lm.head.name]()
+    expected = transformer(config) + parts[config.lm.head.name]()
+    if config.lm.token_loss_weight:
+        size = config.chunk_size * width
+        # The network from the hidden state to K vectors, their LayerNorm, and the table of logits.
+        expected += linear(width, 2 * width) + linear(2 * width, size) + 2 * width
+        expected += LLAMA.vocab_size * width
+    assert count_lm(config) == expected
 
 
 @pytest.mark.slow

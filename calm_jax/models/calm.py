@@ -97,7 +97,8 @@ class TokenPredictor(nn.Module):
             block: how many tokens of every row to compute logits of at once (see `SoftmaxHead.loss`).
         """
         with jax.named_scope("token_predictor"):
-            x_BLE = self.expand(nn.silu(self.up(h_BLD)))
+            # Unconstrained, XLA computes a wrong gradient on a mesh with data, fsdp and tensor axes (jaxlib 0.10.1).
+            x_BLE = constrain(self.expand(constrain(nn.silu(self.up(h_BLD)))))
             x_BTD = self.norm(x_BLE.reshape(len(h_BLD), -1, self.hidden_size))
             target_BT = tokens_BLK.reshape(len(h_BLD), -1)
             return self.vocabulary.loss(x_BTD, target_BT, block).reshape(tokens_BLK.shape).sum(-1)
