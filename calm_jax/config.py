@@ -191,17 +191,13 @@ def _build(cls: Any, section: Mapping[str, Any], path: str) -> Any:
         if key not in fields:
             raise UserError(f"config has no key {path}{key!s}: {nearest(key, list(fields))}{hint}")
     values = {}
-    section = {
-        key.removeprefix(path): value
-        for key, value in _ADDED.items()
-        if path and key.startswith(path) and key.removeprefix(path) in fields
-    } | dict(section.items())
     hints: dict[str, Any] = typing.get_type_hints(cls)
     for name in fields:
-        if name not in section:
+        key = f"{path}{name}"
+        if name not in section and key not in _ADDED:
             older = "; if this is a config.json of an older version, add the key with its value in configs/common.py"
             raise UserError(f"the config lacks the key {path}{name}{hint or older}")
-        value, kind = section[name], hints[name]
+        value, kind = section[name] if name in section else _ADDED[key], hints[name]
         if kind == HeadConfig:
             kind = _head_config(value)
         if dataclasses.is_dataclass(kind):
@@ -274,7 +270,7 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
 
 
 # Keys that decide which parameters there are and what they mean. No command may load a workdir under other values.
-_MODEL_KEYS = (
+MODEL_KEYS = (
     "chunk_size",
     "tokenizer.",
     "autoencoder.model.",
@@ -318,7 +314,7 @@ def differing_keys(
     Returns:
       `(key, our value, stored value)` of each.
     """
-    fixed = _MODEL_KEYS + _TRAINING_KEYS if training else _MODEL_KEYS
+    fixed = MODEL_KEYS + _TRAINING_KEYS if training else MODEL_KEYS
     ours_flat, stored_flat = dict(leaves(ours)), dict(leaves(stored))
     keys = [
         key

@@ -14,7 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
-from calm_jax.config import Config, resolve
+from calm_jax.config import MODEL_KEYS, Config, resolve
 from calm_jax.data.tokenizers import Tokenizer, TokenizerConfig
 from calm_jax.errors import UserError
 from calm_jax.interop import names, published
@@ -24,16 +24,7 @@ from calm_jax.interop.source import check_tokenizer
 from calm_jax.interop.weights import Weights
 from calm_jax.tasks import AutoencoderTask, LmTask
 
-# Keys of the recipe that the checkpoint decides, and the keys among them that the user may set nevertheless, because
-# they change no parameter.
-_MODEL_KEYS = (
-    "chunk_size",
-    "tokenizer.",
-    "autoencoder.model.",
-    "lm.model.",
-    "lm.head.",
-    "lm.token_loss_weight",
-)
+# The checkpoint decides the recipe's `MODEL_KEYS`, but for these, which change no parameter.
 _FREE_KEYS = ("lm.model.remat", "lm.model.attention")
 
 
@@ -109,7 +100,7 @@ def _recipe(
       UserError: for a user's key that the checkpoint decides.
     """
     for key in overrides:
-        if key.startswith(_MODEL_KEYS) and key not in _FREE_KEYS:
+        if key.startswith(MODEL_KEYS) and key not in _FREE_KEYS:
             raise UserError(f"--config.{key}: the checkpoint decides this key")
         if key in ("init_from", "autoencoder.checkpoint"):
             raise UserError(f"--config.{key}: the parameters come from the checkpoint")
