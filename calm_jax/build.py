@@ -1,6 +1,7 @@
 """Builds models and tasks from a config."""
 
 import jax.numpy as jnp
+import optax
 
 from calm_jax.brier import Protocol
 from calm_jax.config import Config
@@ -11,7 +12,8 @@ from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.calm import CALM, TokenPredictor
 from calm_jax.models.heads import LATENT_HEADS
 from calm_jax.models.heads.softmax import SoftmaxHead
-from calm_jax.tasks import AutoencoderTask, AutoregressiveTask, CalmTask, LmTask
+from calm_jax.tasks import AutoencoderTask, AutoregressiveTask, CalmTask, LmTask, Task
+from calm_jax.training.optimizer import make_optimizer
 
 
 def make_autoencoder_task(config: Config, tokenizer: Tokenizer | Vocabulary) -> AutoencoderTask:
@@ -68,6 +70,18 @@ def make_lm_task(config: Config, tokenizer: Tokenizer | Vocabulary, protocol: Pr
     )
     model = CALM(body, head, token_predictor, tokenizer.vocab_size, tokenizer.pad_id, dtype)
     return CalmTask(model, autoencoder, protocol)
+
+
+def stage_of(
+    config: Config, stage: str, words: Tokenizer | Vocabulary
+) -> tuple[Task, Task | None, optax.GradientTransformation]:
+    """The stage's task, the task whose parameters are frozen in it (None if there are none), and its optimizer."""
+    section = getattr(config, stage)
+    optimizer = make_optimizer(section.optimizer, section.training.num_steps)
+    autoencoder = make_autoencoder_task(config, words) if config.has_autoencoder else None
+    if autoencoder is not None and stage == "autoencoder":
+        return autoencoder, None, optimizer
+    return make_lm_task(config, words, config.eval.published), autoencoder, optimizer
 
 
 def check_attention(config: Config) -> None:

@@ -29,7 +29,7 @@ from calm_jax.cli.flags import parse_recipe_flags
 from calm_jax.cli.progress import console, duration
 from calm_jax.config import Config, resolve
 from calm_jax.errors import UserError
-from calm_jax.planning.planner import Lowered, Try, compile_plan, fit, prepare
+from calm_jax.planning.planner import Lowered, Try, compile_plan, fit, plan_for
 from calm_jax.planning.result import Plan, advice
 from calm_jax.planning.topology import of_family, parse
 
@@ -80,6 +80,7 @@ def _rows(plan: Plan, efficiency: float, price: float) -> list[tuple[str, str]]:
     ):
         listed = ", ".join(f"{part} {count / 1e6:,.1f}M" for part, count in parts.items())
         rows.append((name, f"{sum(parts.values()) / 1e6:,.1f}M ({listed})" if parts else "none"))
+    rows += [(name, str(value)) for name, value in plan.chosen.items()]
     rows.append(("tokens a step", f"{plan.tokens:,}"))
     again = f", and {plan.recomputed:.3g} recomputed" if plan.recomputed else ""
     rows.append(("FLOPs a step", f"{plan.flops:.4g}{again}"))
@@ -174,7 +175,7 @@ def main(argv: list[str]) -> int:
     if _FIT.value:
         tries, plan = _fit(config)
     else:
-        plan = _compile(prepare(config, _STAGE.value, parse(_TOPOLOGY.value)))
+        plan = plan_for(config, _STAGE.value, parse(_TOPOLOGY.value), _compile)
     if plan is not None:
         _show(plan)
     if _OUTPUT.value:

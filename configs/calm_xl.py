@@ -14,6 +14,4 @@ def get_config(arguments: str = "") -> ConfigDict:
     common.published_text(config, "lm")
     config.lm.model.hidden_size = 2560
     config.lm.model.intermediate_size = 6880
-    # Without it, the activations of one row take more than 16 GiB in the layers alone.
-    config.lm.model.remat = "full"
     return common.variant(config, arguments)

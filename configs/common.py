@@ -237,8 +237,9 @@ def _transformer() -> ConfigDict:
     model.rope_theta = 1e4
     model.norm_epsilon = 1e-6
     # Rematerialisation: which activations of a layer the backward pass recomputes. "none"; "full", all of them: least memory,
-    # about a third more FLOPs; "dots", all but products with weights: few more FLOPs, but most of the memory.
-    model.remat = "none"
+    # about a third more FLOPs; "dots", all but products with weights: few more FLOPs, but most of the memory; "auto", "none" if
+    # that fits into the devices' memory, else "full".
+    model.remat = "auto"
     # Attention kernel of training and scoring: "xla" works everywhere; "blocks", too, and is the
     # fastest on CPUs; "cudnn" needs an NVIDIA GPU, bfloat16 and lm.data.isolate_documents=False; "splash" needs a TPU (on a
     # CPU it is interpreted, for tests); "auto" is "splash" on a TPU, "blocks" on a CPU, "cudnn" where that is possible,
@@ -421,8 +422,9 @@ def _training(num_steps: int, batch_size: int) -> ConfigDict:
     training.num_steps = num_steps
     # Blocks per update, over all devices.
     training.batch_size = batch_size
-    # Gradient accumulation: microbatches per update. More need less memory; the result is the same but for rounding.
-    training.accumulation_steps = 1
+    # Gradient accumulation: microbatches per update. More need less memory; the result is the same but for rounding. 0: as few
+    # as fit into the devices' memory, which is found out before the first step by compiling it.
+    training.accumulation_steps = 0
     # Steps between lines in metrics.jsonl.
     training.log_every = 50
     # Steps between evaluations of `eval.part_blocks` validation blocks.

@@ -47,6 +47,9 @@ def get_config(folder: str = "") -> ConfigDict:
     if "decoded_brier_delay" in config.lm.head:
         config.lm.head.decoded_brier_delay = 0
 
+    # All devices that are here, whatever mesh the model was trained on.
+    config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, -1, 1
+
     # A tenth of the paper's learning rate.
     optimizer = config.lm.optimizer
     optimizer.learning_rate = 3e-5
@@ -56,7 +59,7 @@ def get_config(folder: str = "") -> ConfigDict:
     training = config.lm.training
     training.num_steps = 500
     training.batch_size = 16
-    training.accumulation_steps = 1
+    training.accumulation_steps = 0
     training.log_every = 10
     training.eval_every = 100
     training.checkpoint_every = 100

@@ -17,6 +17,7 @@ def get_config(arguments: str) -> ConfigDict:
     model = config.lm.model
     model.hidden_size, model.intermediate_size, model.num_layers = 16, 24, 2
     model.num_heads, model.num_kv_heads = 2, 2
+    model.remat = "none"
     config.lm.head.noise_size = 4
     config.lm.head.num_target_samples = 4
     # Small, so that compiling is fast: the paper's loss alone, but with the argument "all_losses".
@@ -33,6 +34,8 @@ def get_config(arguments: str) -> ConfigDict:
         stage.training.log_every = 4
         stage.training.eval_every = 6
         stage.training.checkpoint_every = 5
+        # Given, so that nothing is compiled to choose it.
+        stage.training.accumulation_steps = 1
     config.eval.part_blocks = 3
     # Small, so that compiling is fast.
     config.sample.num_candidates = 8

@@ -10,10 +10,10 @@ from ml_collections import ConfigDict
 
 from benchmarks.measure import Cases, Options, Record, fresh_params, measured, random_tokens
 from benchmarks.suites.train import variant
+from calm_jax.build import stage_of
 from calm_jax.config import resolve
 from calm_jax.data.tokenizers import vocabulary
 from calm_jax.parallel.mesh import global_batch, make_mesh, rows_here
-from calm_jax.planning.planner import stage_of
 from calm_jax.tasks import Batch, Params
 
 

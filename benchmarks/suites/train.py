@@ -21,11 +21,13 @@ from benchmarks.measure import (
     random_tokens,
     with_flops,
 )
+from calm_jax.build import stage_of
 from calm_jax.config import Config, resolve
 from calm_jax.cost import flops
 from calm_jax.data.tokenizers import Vocabulary, vocabulary
 from calm_jax.parallel.mesh import global_batch, make_mesh, rows_here
-from calm_jax.planning.planner import check_stage, stage_of
+from calm_jax.planning import fitting
+from calm_jax.planning.planner import check_stage
 from calm_jax.tasks import Batch, Params
 from calm_jax.training.step import TrainState, init_state, jit_step, make_step
 from configs import common
@@ -103,6 +105,10 @@ def fresh(config: Config, stage: str, words: Vocabulary) -> Trained:
     tokens_BT = random_tokens(words, size, block)[rows_here(size, mesh)]
     with jax.set_mesh(mesh):
         frozen = {} if source is None else {"params": fresh_params(source, key, mesh)}
+        if fitting.is_automatic(config, stage):
+            config = fitting.fit_here(config, stage, words, frozen, key, mesh).config
+            training = getattr(config, stage).training
+            task, _, _ = stage_of(config, stage, words)
         batch = global_batch({"tokens": tokens_BT, "targets": tokens_BT}, size, mesh)
         state = init_state(task, optimizer, frozen, batch, key, mesh)
         step = jit_step(make_step(task, optimizer, training, key, words.pad_id), state, mesh)

@@ -182,6 +182,19 @@ def training(config: Config, stage: str, vocab_size: int) -> float:
     return sum(lm_training(config, vocab_size, Count.OURS).values())
 
 
+def recomputed(config: Config, stage: str, vocab_size: int) -> float:
+    """FLOPs per token that the backward pass of `stage` spends on computing activations again.
+
+    A forward pass is a third of the FLOPs of training.
+    """
+    if stage == "autoencoder":
+        return 0.0
+    parts = lm_training(config, vocab_size, Count.OURS)
+    again = parts["backbone"] if config.lm.model.remat == "full" else 0.0
+    # The softmax head always recomputes its logits.
+    return (again + parts.get("vocabulary", 0.0)) / 3
+
+
 def inference(
     config: Config, vocab_size: int, count: Count, context: int, draws: float, decoded: float
 ) -> Flops:

@@ -13,7 +13,7 @@ from calm_jax.brier import ORDERS, Protocol
 from calm_jax.data.loader import evaluation_batches
 from calm_jax.data.packing import BlockSource
 from calm_jax.errors import UserError
-from calm_jax.parallel.mesh import global_batch, rows_here
+from calm_jax.parallel.mesh import global_batch, num_row_shards, rows_here
 from calm_jax.parallel.signals import poll
 from calm_jax.rng import stream
 from calm_jax.sampling.samplers import SAMPLERS, check_sampler
@@ -102,7 +102,10 @@ class Evaluator:
     """
 
     def __init__(self, name: str, task: Task, blocks: BlockSource, config: EvalConfig, mesh: Mesh):
-        self._task, self._blocks, self._config, self._mesh = task, blocks, config, mesh
+        self._task, self._blocks, self._mesh = task, blocks, mesh
+        shards = num_row_shards(mesh)
+        # Each device needs the same number of rows; the last batch is filled up in any case.
+        self._batch_size = -(-config.batch_size // shards) * shards
 
         @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
         def sums(params: Params, frozen: Params, batch: dict):
@@ -134,7 +137,7 @@ class Evaluator:
         """
         indices = part_of(len(self._blocks), len(self._blocks) if part is None else part)
         total = None
-        size = self._config.batch_size
+        size = self._batch_size
         mine = rows_here(size, self._mesh)
         for batch, index in evaluation_batches(self._blocks, indices, size, mine):
             placed = global_batch(batch | {"index": index}, size, self._mesh)

@@ -145,7 +145,7 @@ class PublishedConfig:
             num_kv_heads=self.size("num_key_value_heads"),
             rope_theta=self._rope_theta(),
             norm_epsilon=self.number("rms_norm_eps"),
-            remat="none",
+            remat="auto",
             attention="auto",
         )
 

@@ -16,7 +16,9 @@ from calm_jax.models.layers import SwiGLU, linear, rotary_angles, rotate
 from calm_jax.parallel.constraints import PRODUCT, constrain, unrolled
 
 # For each `lm.model.remat`, the policy that says which values of a layer are kept for the backward pass; None keeps all.
+# "auto" is replaced before a training step is compiled, and there is no backward pass elsewhere.
 _KEPT = {
+    "auto": None,
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     # Products with weights and the results of the splash kernel; never the attention scores.

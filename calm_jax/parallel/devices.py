@@ -1,6 +1,9 @@
 """Peak rates and memory of accelerators, by JAX's names for them."""
 
+import contextlib
 import dataclasses
+import os
+import pathlib
 
 import jax
 
@@ -38,6 +41,23 @@ def accelerator(device_kind: str) -> Accelerator | None:
     """The figures of a device by its `device_kind`; None for an unknown one, such as a CPU."""
     known = (about for name, about in ACCELERATORS.items() if device_kind.startswith(name))
     return next(known, None)
+
+
+def memory_here() -> float:
+    """Bytes of memory of each of this process's devices; of the machine, shared out between them, where they are CPUs."""
+    device = jax.local_devices()[0]
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        known = accelerator(device.device_kind)
+        if "bytes_limit" in stats:
+            return float(stats["bytes_limit"])
+        if known is not None:
+            return known.memory
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # A container may have less than its machine.
+    with contextlib.suppress(OSError, ValueError):
+        memory = min(memory, int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory / jax.local_device_count()
 
 
 def target_device() -> jax.Device | jax.sharding.AbstractDevice:

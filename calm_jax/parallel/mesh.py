@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -81,9 +82,67 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
         ) from error
 
 
+def make_training_mesh(config: MeshConfig, batch_sizes: Iterable[int]) -> Mesh:
+    """The mesh of all devices, or of as many as the batches divide over, if an axis of batches is -1.
+
+    Args:
+      config: sizes of the axes. If `data` or `fsdp` is -1, it takes so many of the remaining devices that data x fsdp
+        divides every batch size.
+      batch_sizes: rows of the batches that are split over the mesh.
+
+    Raises:
+      UserError: as `make_mesh` does, and if devices of several processes would be left over, because every process needs
+        some.
+    """
+    devices, batch_sizes = jax.devices(), list(batch_sizes)
+    if -1 in (config.data, config.fsdp):
+        fixed_ways = max(config.data, config.fsdp)
+        free = len(devices) // (fixed_ways * config.tensor)
+        fitting = (
+            size
+            for size in range(free, 0, -1)
+            if not any(rows % (size * fixed_ways) for rows in batch_sizes)
+        )
+        # Where not even one fits, the check of the batches says why.
+        number = next(fitting, free) * fixed_ways * config.tensor
+        if number < free * fixed_ways * config.tensor:
+            if jax.process_count() > 1:
+                sizes = " and ".join(str(rows) for rows in sorted(set(batch_sizes)))
+                raise UserError(
+                    f"batches of {sizes} rows divide over {number} of {len(devices)} devices, and devices of several processes "
+                    "cannot be left out: give a training.batch_size that divides over all of them"
+                )
+            devices = devices[:number]
+    return make_mesh(config, devices)
+
+
+def adapted(config: MeshConfig, num_devices: int) -> MeshConfig:
+    """The mesh for parameters that were trained on `config`'s mesh, on any number of devices.
+
+    It is `config` itself if that many devices make it up. Otherwise `tensor` and `fsdp` become the largest divisors that
+    fit, and `data` takes the remaining devices.
+    """
+    sizes = (config.data, config.fsdp, config.tensor)
+    fixed = math.prod(size for size in sizes if size != -1)
+    if num_devices == fixed or (-1 in sizes and num_devices % fixed == 0):
+        return config
+    tensor = math.gcd(num_devices, 1 if config.tensor == -1 else config.tensor)
+    fsdp = num_devices // tensor
+    return MeshConfig(
+        data=-1,
+        fsdp=fsdp if config.fsdp == -1 else math.gcd(fsdp, config.fsdp),
+        tensor=tensor,
+    )
+
+
+def num_row_shards(mesh: Mesh | AbstractMesh) -> int:
+    """The number of parts into which the rows of a batch are split."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
 def check_batch(name: str, batch_size: int, mesh: Mesh) -> None:
     """Raises `UserError`, which calls the batch size `name`, unless it divides over the mesh."""
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    ways = num_row_shards(mesh)
     if batch_size % ways:
         raise UserError(
             f"{name}={batch_size} must be a multiple of mesh.data x mesh.fsdp = {ways} devices"

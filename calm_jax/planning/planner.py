@@ -7,21 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from calm_jax.build import check_attention, make_autoencoder_task, make_lm_task
+from calm_jax.build import check_attention, stage_of
 from calm_jax.config import Config
 from calm_jax.cost import flops, sizes
 from calm_jax.data.tokenizers import Vocabulary, vocabulary
 from calm_jax.errors import UserError
-from calm_jax.parallel.mesh import BATCH, MeshConfig, make_mesh, shardings
-from calm_jax.planning import hlo
+from calm_jax.parallel.mesh import MeshConfig, make_mesh
+from calm_jax.planning import fitting, hlo
 from calm_jax.planning.result import Plan, Traffic
 from calm_jax.planning.topology import Topology
-from calm_jax.tasks import Task
-from calm_jax.training.optimizer import make_optimizer
-from calm_jax.training.step import batch_shapes, check_batches, fresh_state, jit_step, make_step
+from calm_jax.training.step import check_batches, step_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +44,6 @@ class Lowered:
     lower: Callable[[], Any]
 
 
-def _with_shardings(tree: Any, layout: Any) -> Any:
-    """The shapes of a tree with the shardings of `layout`."""
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, layout
-    )
-
-
 def _bytes(tree: Any) -> float:
     """Bytes of a tree of shapes on one device."""
     return float(
@@ -74,18 +64,6 @@ def check_stage(config: Config, stage: str, mesh: Mesh) -> None:
             check_attention(config)
 
 
-def stage_of(
-    config: Config, stage: str, words: Vocabulary
-) -> tuple[Task, Task | None, optax.GradientTransformation]:
-    """The stage's task, the task whose parameters are frozen in it (None if there are none), and its optimizer."""
-    section = getattr(config, stage)
-    optimizer = make_optimizer(section.optimizer, section.training.num_steps)
-    autoencoder = make_autoencoder_task(config, words) if config.has_autoencoder else None
-    if autoencoder is not None and stage == "autoencoder":
-        return autoencoder, None, optimizer
-    return make_lm_task(config, words, config.eval.published), autoencoder, optimizer
-
-
 def prepare(config: Config, stage: str, topology: Topology) -> Lowered:
     """The training step of `stage` for `topology`, with the config's mesh over its devices.
 
@@ -100,12 +78,11 @@ def prepare(config: Config, stage: str, topology: Topology) -> Lowered:
     # The key is made before the mesh is set, because nothing can run on its devices.
     key = jax.random.key(config.seed)
     frozen = {} if frozen_task is None else {"params": jax.eval_shape(frozen_task.init, key)}
-    batch = batch_shapes(section.training, section.data.block_tokens)
     with jax.set_mesh(mesh), topology.answering():
-        state = jax.eval_shape(fresh_state(task, optimizer, frozen, batch, key))
-        state = _with_shardings(state, shardings(state, mesh))
-        frozen = _with_shardings(frozen, shardings(frozen, mesh))
-        batch = _with_shardings(batch, {name: NamedSharding(mesh, BATCH) for name in batch})
+        program = step_program(
+            task, optimizer, section.training, section.data, frozen, key, words.pad_id, mesh
+        )
+    state, frozen, batch = program.arguments
     arguments = {
         "parameters": _bytes(state.params),
         "optimizer": _bytes(state.opt_state),
@@ -114,9 +91,8 @@ def prepare(config: Config, stage: str, topology: Topology) -> Lowered:
     }
 
     def lower() -> Any:
-        step = make_step(task, optimizer, section.training, key, words.pad_id)
         with jax.set_mesh(mesh), topology.answering():
-            return jit_step(step, state, mesh).lower(state, frozen, batch)
+            return program.step.lower(*program.arguments)
 
     return Lowered(config, stage, topology, mesh, words, arguments, lower)
 
@@ -151,19 +127,6 @@ def too_large(message: str) -> tuple[float, float, bool] | None:
             sizes_of = float(needed) * _UNITS[unit], float(available) * _UNITS[available_unit]
             return *sizes_of, is_whole
     return None
-
-
-def recomputed_flops(config: Config, stage: str, vocab_size: int) -> float:
-    """FLOPs per token that the backward pass spends on recomputing activations.
-
-    A forward pass is a third of the FLOPs of training.
-    """
-    if stage == "autoencoder":
-        return 0.0
-    parts = flops.lm_training(config, vocab_size, flops.Count.OURS)
-    again = parts["backbone"] if config.lm.model.remat == "full" else 0.0
-    # The softmax head always recomputes its logits.
-    return (again + parts.get("vocabulary", 0.0)) / 3
 
 
 def compile_plan(lowered: Lowered) -> Plan:
@@ -217,9 +180,10 @@ def compile_plan(lowered: Lowered) -> Plan:
         parameters=sizes.trained(config, stage, vocab_size),
         frozen=sizes.frozen(config, stage, vocab_size),
         state_bytes=sizes.state_bytes(config, stage, vocab_size),
+        chosen=fitting.named(config, stage),
         tokens=tokens,
         flops=per_token * tokens,
-        recomputed=recomputed_flops(config, stage, vocab_size) * tokens,
+        recomputed=flops.recomputed(config, stage, vocab_size) * tokens,
         xla_flops=xla_flops,
         memory=memory,
         needed=sum(memory.values()),
@@ -231,6 +195,38 @@ def compile_plan(lowered: Lowered) -> Plan:
         accelerator=accelerator,
         num_devices=num_devices,
     )
+
+
+def plan_for(
+    config: Config, stage: str, topology: Topology, compile_step: Callable[[Lowered], Plan]
+) -> Plan:
+    """The plan of a stage on `topology`, with automatic keys chosen as training would (`calm_jax.planning.fitting`).
+
+    Args:
+      config: the recipe, with the mesh to plan for.
+      stage: "autoencoder" or "lm".
+      topology: the hardware.
+      compile_step: `compile_plan`, or a function around it.
+
+    Raises:
+      UserError: as `prepare` does.
+    """
+    if not fitting.is_automatic(config, stage):
+        return compile_step(prepare(config, stage, topology))
+    plans: dict[Config, Plan] = {}
+
+    def measure(one: Config) -> fitting.Need:
+        lowered = prepare(one, stage, topology)
+        plans[one] = compile_step(lowered)
+        arguments = sum(lowered.arguments.values())
+        return fitting.Need(arguments, plans[one].needed - arguments)
+
+    mesh = make_mesh(config.mesh, topology.devices())
+    check_stage(config, stage, mesh)
+    vocab_size = vocabulary(config.tokenizer).vocab_size
+    every = fitting.candidates(config, stage, mesh, vocab_size, topology.accelerator)
+    found = fitting.fit_to_memory(every, stage, fitting.SHARE * topology.memory, measure)
+    return plans[found.config]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,22 +272,27 @@ def fit(
         mesh = MeshConfig(data=1, fsdp=-1, tensor=tensor)
         one = dataclasses.replace(config, mesh=mesh)
         try:
-            lowered = prepare(one, stage, topology)
+            tries.append(_try(one, stage, topology, compile_step))
         except UserError as error:
             tries.append(Try(topology, None, str(error)))
-        else:
-            least, has = sum(lowered.arguments.values()), topology.memory
-            if least > has:
-                why = f"{least / 2**30:.1f} GiB of parameters and state, of {has / 2**30:.1f} GiB"
-                tries.append(Try(topology, None, why))
-            else:
-                plan = compile_step(lowered)
-                why = "" if plan.fits else _shortage(plan)
-                tries.append(Try(topology, plan, why))
         note(f"{topology}: {tries[-1].why_not or 'fits'}")
         if not tries[-1].why_not:
             break
     return tries
+
+
+def _try(
+    config: Config, stage: str, topology: Topology, compile_step: Callable[[Lowered], Plan]
+) -> Try:
+    # The arguments do not depend on the number of microbatches.
+    steps = getattr(config, stage).training.accumulation_steps or 1
+    whole = fitting.with_choice(config, stage, steps, config.lm.model.remat)
+    least, has = sum(prepare(whole, stage, topology).arguments.values()), topology.memory
+    if least > has:
+        why = f"{least / 2**30:.1f} GiB of parameters and state, of {has / 2**30:.1f} GiB"
+        return Try(topology, None, why)
+    plan = plan_for(config, stage, topology, compile_step)
+    return Try(topology, plan, "" if plan.fits else _shortage(plan))
 
 
 def _shortage(plan: Plan) -> str:

@@ -25,6 +25,7 @@ class Plan:
       parameters: number of trained parameters by part of the model.
       frozen: number of frozen parameters by part of the model.
       state_bytes: bytes over all devices, by kind (`calm_jax.cost.sizes.state_bytes`).
+      chosen: the keys that decide what a step keeps in memory, with their values.
       tokens: tokens in a step's batch.
       flops: of the step over all devices, on paper (`calm_jax.cost.flops.training`).
       recomputed: FLOPs besides that the backward pass spends on recomputing activations.
@@ -46,6 +47,7 @@ class Plan:
     parameters: dict[str, int]
     frozen: dict[str, int]
     state_bytes: dict[str, int]
+    chosen: dict[str, int | str]
     tokens: int
     flops: float
     recomputed: float
@@ -90,7 +92,7 @@ class Plan:
 def advice(config: Config, stage: str, plan: Plan) -> list[str]:
     """Changes of the config that may make a plan fit, in one line each, the cheapest first."""
     section = getattr(config, stage)
-    rows = section.training.batch_size // section.training.accumulation_steps
+    rows = section.training.fewest_rows
     ways = plan.mesh["data"] * plan.mesh["fsdp"]
     ideas = []
     state = sum(plan.memory[kind] for kind in ("parameters", "optimizer", "frozen"))

@@ -18,7 +18,7 @@ from calm_jax.config import Config
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
-from calm_jax.parallel.mesh import make_mesh
+from calm_jax.parallel.mesh import adapted, make_mesh
 from calm_jax.parallel.signals import poll
 from calm_jax.rng import stream
 from calm_jax.run.continuation import Continuation, Piece, Prompt, Row
@@ -70,11 +70,14 @@ class Generator:
 
     @classmethod
     def load(cls, folder: str | pathlib.Path) -> "Generator":
-        """Loads the latest language model of a workdir. Raises `UserError` if the folder has none."""
+        """Loads the latest language model of a workdir onto all devices that are here, whatever mesh it was trained on.
+
+        Raises `UserError` if the folder has none.
+        """
         workdir = Workdir(pathlib.Path(folder))
         multihost.check_same(workdir.facts)
         config = workdir.config
-        mesh = make_mesh(config.mesh)
+        mesh = make_mesh(adapted(config.mesh, jax.device_count()))
         with jax.set_mesh(mesh):
             task = make_lm_task(config, workdir.tokenizer, config.eval.published)
             params, frozen = workdir.load_params("lm", task, mesh), {}

@@ -18,7 +18,6 @@ from calm_jax.data.corpus import Corpus
 from calm_jax.data.tokenizers import Tokenizer, check_path, make_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
-from calm_jax.parallel.mesh import check_batch
 from calm_jax.run.dataset import Dataset, read_corpus
 from calm_jax.run.workdir import Workdir, describe
 from calm_jax.training import checkpoint
@@ -245,7 +244,6 @@ def _check(
         check_attention(config)
     for name in config.stages:
         check_batches(name, getattr(config, name).training, mesh)
-    check_batch("eval.batch_size", config.eval.batch_size, mesh)
     workdir.refuse_foreign()
     if overwrite:
         workdir.check_deletable()

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from calm_jax import brier
-from calm_jax.build import check_attention, make_autoencoder_task, make_lm_task
+from calm_jax.build import check_attention, make_autoencoder_task, make_lm_task, stage_of
 from calm_jax.cli.files import nan_to_none, write_atomically
 from calm_jax.config import Config, as_dict
 from calm_jax.cost import flops
@@ -19,7 +19,8 @@ from calm_jax.errors import UserError
 from calm_jax.evaluation import tradeoff
 from calm_jax.evaluation.evaluator import Evaluator
 from calm_jax.parallel import multihost
-from calm_jax.parallel.mesh import check_batch, make_mesh
+from calm_jax.parallel.mesh import adapted, make_mesh, make_training_mesh
+from calm_jax.planning import fitting
 from calm_jax.run import generator, preflight, report
 from calm_jax.run.dataset import Dataset, read_corpus
 from calm_jax.run.workdir import Workdir
@@ -27,7 +28,7 @@ from calm_jax.tasks import AutoencoderTask, LmTask, Params
 from calm_jax.training import checkpoint
 from calm_jax.training.checkpoint import Checkpointer
 from calm_jax.training.log import MetricsLog
-from calm_jax.training.loop import Profile, Stage, Trainer
+from calm_jax.training.loop import Profile, Stage, Trainer, training_key
 
 
 class Run:
@@ -82,10 +83,12 @@ class Run:
         Returns:
           The parameters after the last step.
         """
-        config = getattr(self.config, name)
+        recipe, compiled = self._fitted(name, frozen)
+        config = getattr(recipe, name)
+        task, _, _ = stage_of(recipe, name, self.tokenizer)
         stage = Stage(
             name,
-            self.task(name),
+            task,
             frozen,
             self._initial(name),
             self.text.training(name),
@@ -93,9 +96,10 @@ class Run:
             evaluator,
             config.training,
             config.optimizer,
-            flops.training(self.config, name, self.tokenizer.vocab_size),
+            flops.training(recipe, name, self.tokenizer.vocab_size),
+            compiled,
         )
-        about = {"config": as_dict(self.config), "tokenizer": self.tokenizer.fingerprint}
+        about = {"config": as_dict(recipe), "tokenizer": self.tokenizer.fingerprint}
         checkpointer = Checkpointer(self.workdir.checkpoints(name), self.config.checkpoint.keep)
         try:
             if checkpointer.latest_step is not None:
@@ -121,6 +125,28 @@ class Run:
                 return trainer.run()
         finally:
             checkpointer.close()
+
+    def _fitted(self, name: str, frozen: Params) -> tuple[Config, jax.stages.Compiled | None]:
+        """The recipe with values for the automatic keys of a stage, and its step if that had to be compiled to choose them.
+
+        A resumed run on the same devices takes the stored values, so that it computes the same numbers.
+        """
+        config, workdir, mesh = self.config, self.workdir, self.mesh
+        if not fitting.is_automatic(config, name):
+            return config, None
+        devices = {
+            "kind": jax.devices()[0].device_kind,
+            "mesh": dict(mesh.shape),
+            **fitting.asked(config, name),
+        }
+        chosen = multihost.broadcast(workdir.memory_choice(name, devices))
+        if chosen is not None:
+            return fitting.with_choice(config, name, **chosen), None
+        key = training_key(config.seed, name)
+        fitted = fitting.fit_here(config, name, self.tokenizer, frozen, key, mesh)
+        stored = fitting.chosen(fitted.config, name)
+        multihost.write_once(lambda: workdir.store_memory_choice(name, devices, stored))
+        return fitted.config, fitted.compiled
 
     def _initial(self, name: str) -> Callable[[], Params] | None:
         """A function that loads the initial parameters, copied from `init_from`; None for random ones."""
@@ -180,7 +206,7 @@ def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Pro
             "training.num_steps go on from here, --overwrite starts anew"
         )
         return
-    mesh = multihost.run_on_all(lambda: make_mesh(config.mesh))
+    mesh = multihost.run_on_all(lambda: _training_mesh(config))
     with jax.set_mesh(mesh):
         text = preflight.begin(config, workdir, overwrite, mesh)
         run = Run(config, Workdir(workdir.path), mesh, text)
@@ -188,6 +214,19 @@ def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Pro
             _train_and_report(run, profile)
         finally:
             run.log.close()
+
+
+def _training_mesh(config: Config) -> Mesh:
+    """The mesh to train on. Prints a line if the batches do not divide over all devices."""
+    trained = [getattr(config, name).training for name in config.stages]
+    rows = [training.fewest_rows for training in trained]
+    mesh = make_training_mesh(config.mesh, rows)
+    if mesh.size < jax.device_count():
+        print(
+            f"mesh: batches of {' and '.join(map(str, rows))} rows divide over {mesh.size} of {jax.device_count()} devices, the "
+            "others stay idle: a larger training.batch_size would use them"
+        )
+    return mesh
 
 
 def _train_and_report(run: Run, profile: Profile) -> None:
@@ -233,9 +272,8 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
         if config.eval.temperatures:
             report.check_drawable()
             tradeoff.ways(config.eval, config.sample.sampler_config, config.has_autoencoder)
-        mesh = make_mesh(config.mesh)
-        check_batch("eval.batch_size", config.eval.batch_size, mesh)
-        return mesh
+        # Whatever mesh the run had, its scores can be computed on the devices that are here.
+        return make_mesh(adapted(config.mesh, jax.device_count()))
 
     def read() -> tuple[Dataset, Corpus]:
         check_attention(config)

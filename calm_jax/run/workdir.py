@@ -2,6 +2,7 @@
 
 config.json            the resolved config
 tokenizer/             the tokenizer and its fingerprint
+memory.json            the choice of training.accumulation_steps=0 and lm.model.remat=auto, and the devices it is for
 corpus.json            size and fingerprint of the text that was trained on
 converted.json         in place of corpus.json: where converted parameters come from
 autoencoder/, lm/      checkpoints of the two stages
@@ -53,6 +54,8 @@ _OWN_FILES = {
     "init_lm",
     "init_lm.tmp",
     "lm",
+    "memory.json",
+    "memory.json.tmp",
     "metrics.jsonl",
     "metrics.jsonl.tmp",
     "plane.png",
@@ -264,6 +267,32 @@ class Workdir:
 
     def store_config(self, config: Config) -> None:
         write_atomically(self._config_path, as_json(config))
+
+    def memory_choice(self, stage: str, devices: dict[str, Any]) -> dict[str, Any] | None:
+        """What `store_memory_choice` stored for a stage on these devices; None if there is nothing for them."""
+        stored = self._memory_choices().get(stage, {})
+        return stored["chosen"] if stored.get("devices") == devices else None
+
+    def store_memory_choice(
+        self, stage: str, devices: dict[str, Any], chosen: dict[str, Any]
+    ) -> None:
+        """Stores the values that were chosen for a stage, so that a resumed run takes the same ones."""
+        stored = self._memory_choices() | {stage: {"devices": devices, "chosen": chosen}}
+        write_atomically(self._memory_path, json.dumps(stored, indent=2) + "\n")
+
+    @property
+    def _memory_path(self) -> pathlib.Path:
+        return self.path / "memory.json"
+
+    def _memory_choices(self) -> dict[str, Any]:
+        if not self._memory_path.exists():
+            return {}
+        try:
+            return json.loads(self._memory_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{self._memory_path} cannot be read ({error}): delete it, and the choice is made again"
+            ) from error
 
     def import_autoencoder(self, source: "Workdir") -> None:
         """Copies the latest autoencoder checkpoint of another workdir."""

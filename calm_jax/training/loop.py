@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from calm_jax.cli.progress import Progress
@@ -64,6 +65,7 @@ class Stage:
       training: `config.<stage>.training`.
       optimizer: `config.<stage>.optimizer`.
       flops_per_token: FLOPs of training per token, from `calm_jax.cost.flops`; for the logged `mfu`.
+      compiled: the compiled update, if there is one already (`calm_jax.planning.fitting`); None compiles it at the first step.
     """
 
     name: str
@@ -76,6 +78,12 @@ class Stage:
     training: TrainingConfig
     optimizer: OptimizerConfig
     flops_per_token: float
+    compiled: Callable[..., TrainState] | None = None
+
+
+def training_key(seed: int, stage: str) -> jax.Array:
+    """The random key of a stage's training, for `make_step`."""
+    return stream(seed, f"train/{stage}")
 
 
 class _EvaluationStopped(Exception):
@@ -133,9 +141,9 @@ class Trainer:
             stage.read_threads,
         )
         log.cut_back(stage.name, self._first_step)
-        train_key = stream(seed, f"train/{stage.name}")
-        step = make_step(stage.task, optimizer, config, train_key, pad_id)
-        self._update = jit_step(step, self._state, mesh)
+        key = training_key(seed, stage.name)
+        step = make_step(stage.task, optimizer, config, key, pad_id)
+        self._update = stage.compiled or jit_step(step, self._state, mesh)
         replicated = NamedSharding(mesh, PartitionSpec())
         self._to_host = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=replicated)
 
@@ -144,7 +152,7 @@ class Trainer:
             self._state.params, self._all_but_params(), self._mesh
         )
         # A resumed run counts non-finite updates in a row from zero.
-        streak = jnp.zeros_like(rest["nonfinite_streak"])
+        streak = jax.device_put(np.int32(0), rest["nonfinite_streak"].sharding)
         self._state = TrainState(params=params, **rest | {"nonfinite_streak": streak})
 
     def _all_but_params(self) -> dict[str, Any]:
@@ -241,7 +249,7 @@ class Trainer:
             # Model FLOPs utilisation. Pad and masked tokens count, because they are computed too.
             tokens = self._stage.training.batch_size * self._stage.text.block_tokens
             achieved = self._stage.flops_per_token * tokens * steps_per_second
-            values["mfu"] = achieved / (device.flops * jax.device_count())
+            values["mfu"] = achieved / (device.flops * self._mesh.size)
         self._log.write(self._stage.name, "train", step, values)
         self._progress.values(step, values)
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from calm_jax.data.packing import MASKED
+from calm_jax.data.packing import MASKED, BlockConfig
 from calm_jax.errors import UserError
 from calm_jax.parallel.constraints import laid_out
-from calm_jax.parallel.mesh import check_batch, shardings
+from calm_jax.parallel.mesh import BATCH, check_batch, shardings
 from calm_jax.tasks import Batch, Metrics, Params, Task
 
 
@@ -32,15 +32,21 @@ class TrainingConfig:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
+            least = 0 if field.name == "accumulation_steps" else 1
+            if getattr(self, field.name) < least:
                 raise UserError(
-                    f"training.{field.name}={getattr(self, field.name)} must be at least 1"
+                    f"training.{field.name}={getattr(self, field.name)} must be at least {least}"
                 )
-        if self.batch_size % self.accumulation_steps:
+        if self.accumulation_steps and self.batch_size % self.accumulation_steps:
             raise UserError(
                 f"training.batch_size={self.batch_size} must be a multiple of training.accumulation_steps="
                 f"{self.accumulation_steps}"
             )
+
+    @property
+    def fewest_rows(self) -> int:
+        """The rows that are computed together: of a microbatch, or of the batch if `accumulation_steps` is chosen later."""
+        return self.batch_size // max(1, self.accumulation_steps)
 
 
 class TrainState(NamedTuple):
@@ -83,7 +89,7 @@ def make_step(
     Args:
       task: has the loss.
       optimizer: of `make_optimizer`.
-      config: `config.<stage>.training`.
+      config: `config.<stage>.training`, with the number of microbatches (`accumulation_steps` is not 0).
       key: the random key of the stage's training.
       pad_id: the pad token, which `tokens_per_step` does not count.
 
@@ -92,6 +98,8 @@ def make_step(
       train, such as the autoencoder's. The batch is {"tokens", "targets"}, int32 [batch_size, block_tokens] each, and
       "segments" of the same shape where documents are isolated.
     """
+
+    assert config.accumulation_steps, "chosen by calm_jax.planning.fitting"
 
     def gradient_sums(params: Params, frozen: Params, step: Array, batch: Batch, key_B: Array):
         def loss_sum(params: Params) -> tuple[Array, Metrics]:
@@ -165,14 +173,61 @@ def make_step(
 def check_batches(name: str, config: TrainingConfig, mesh: Mesh) -> None:
     """Raises `UserError` unless the batches and microbatches of stage `name` divide over the mesh."""
     check_batch(f"{name}.training.batch_size", config.batch_size, mesh)
-    micro = config.batch_size // config.accumulation_steps
-    check_batch(f"{name}.training.batch_size / accumulation_steps", micro, mesh)
+    check_batch(f"{name}.training.batch_size / accumulation_steps", config.fewest_rows, mesh)
 
 
 def batch_shapes(config: TrainingConfig, block_tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of a step's batch, without "segments"."""
     shape = jax.ShapeDtypeStruct((config.batch_size, block_tokens), jnp.int32)
     return {"tokens": shape, "targets": shape}
+
+
+class StepProgram(NamedTuple):
+    """A jitted step, and the shapes of its arguments with their shardings: all that is needed to compile it.
+
+    Attributes:
+      step: takes and returns what `Step` does; the memory of the state is reused for the new one.
+      arguments: of the step, (state, frozen parameters, batch).
+    """
+
+    step: Any
+    arguments: tuple[TrainState, Params, Batch]
+
+
+def step_program(
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    config: TrainingConfig,
+    data: BlockConfig,
+    frozen: Params,
+    key: Array,
+    pad_id: int,
+    mesh: Mesh,
+) -> StepProgram:
+    """The step of a stage on the mesh, which must be set.
+
+    Args:
+      task, optimizer, config, key, pad_id: as in `make_step`.
+      data: `config.<stage>.data`.
+      frozen: arrays or shapes of the parameters that the task does not train.
+      mesh: the devices.
+    """
+    batch = batch_shapes(config, data.block_tokens)
+    if data.isolate_documents:
+        batch["segments"] = batch["tokens"]
+    state = jax.eval_shape(fresh_state(task, optimizer, frozen, batch, key))
+    step = jit_step(make_step(task, optimizer, config, key, pad_id), state, mesh)
+    rows = {name: NamedSharding(mesh, BATCH) for name in batch}
+    layouts = shardings(state, mesh), shardings(frozen, mesh), rows
+    placed = (_placed(*pair) for pair in zip((state, frozen, batch), layouts, strict=True))
+    return StepProgram(step, tuple(placed))
+
+
+def _placed(tree: Any, layout: Any) -> Any:
+    """The shapes of a tree with the shardings of `layout`."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, layout
+    )
 
 
 def fresh_state(

@@ -17,6 +17,7 @@ from calm_jax.errors import UserError
 from calm_jax.parallel.devices import accelerator
 from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.planning import planner, topology
+from calm_jax.planning.fitting import with_choice
 from calm_jax.planning.planner import Lowered
 from calm_jax.planning.result import Plan, Traffic, advice
 from configs import calm_m, calm_xl, quickstart
@@ -145,6 +146,11 @@ def test_needed_memory_is_read_from_the_compilers_error(message, found):
     assert planner.too_large(message) == (found and pytest.approx(found))
 
 
+def given(config: Config) -> Config:
+    """The config with values for its automatic keys."""
+    return with_choice(config, "lm", accumulation_steps=1, remat="none")
+
+
 @pytest.fixture
 def fake_hardware(monkeypatch):
     """Replaces `prepare`: a step's arguments have 100 GiB over all devices, and the batch has to divide over them."""
@@ -162,7 +168,7 @@ def fake_hardware(monkeypatch):
 
 @pytest.mark.usefixtures("fake_hardware")
 def test_fit_skips_sizes_whose_memory_the_arguments_exceed_and_ends_with_the_first_that_fits():
-    config, compiled, notes = resolve(calm_m.get_config()), [], []
+    config, compiled, notes = given(resolve(calm_m.get_config())), [], []
 
     def compile_step(lowered: Lowered) -> Plan:
         assert lowered.config.mesh == MeshConfig(data=1, fsdp=-1, tensor=1)
@@ -181,7 +187,7 @@ def test_fit_skips_sizes_whose_memory_the_arguments_exceed_and_ends_with_the_fir
 
 @pytest.mark.usefixtures("fake_hardware")
 def test_fit_skips_sizes_that_do_not_divide_the_batch():
-    config = resolve(calm_m.get_config())
+    config = given(resolve(calm_m.get_config()))
     training = dataclasses.replace(config.lm.training, batch_size=8)
     config = dataclasses.replace(config, lm=dataclasses.replace(config.lm, training=training))
     tries = planner.fit(

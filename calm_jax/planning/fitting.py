@@ -1,0 +1,245 @@
+"""Chooses how a training step fits into memory: `training.accumulation_steps=0` and `lm.model.remat="auto"`.
+
+The step is compiled, and the compiled program says what it needs. Candidates are tried from the fastest on, as the
+planner estimates their time, up to the first that fits.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from jax.sharding import Mesh
+
+from calm_jax.build import stage_of
+from calm_jax.config import Config
+from calm_jax.cost import flops, sizes
+from calm_jax.data.tokenizers import Tokenizer, Vocabulary
+from calm_jax.errors import UserError
+from calm_jax.parallel import multihost
+from calm_jax.parallel.devices import Accelerator, accelerator, memory_here
+from calm_jax.parallel.mesh import num_row_shards
+from calm_jax.tasks import Params
+from calm_jax.training.step import step_program
+
+# The share of an accelerator's memory that a step may take: the programs that score and save, and what fragmentation
+# costs, need the rest.
+SHARE = 0.9
+# The same for a CPU, whose memory also holds the text, a copy of the state while it is saved, and other programs.
+_SHARE_OF_HOST = 0.5
+
+
+class Need(NamedTuple):
+    """Bytes of one device that a step needs: its arguments, which do not depend on the candidate, and all the rest."""
+
+    arguments: float
+    rest: float
+
+    @property
+    def total(self) -> float:
+        return self.arguments + self.rest
+
+
+def is_automatic(config: Config, stage: str) -> bool:
+    """Whether a key of the stage is to be chosen."""
+    training = getattr(config, stage).training
+    return training.accumulation_steps == 0 or (stage == "lm" and config.lm.model.remat == "auto")
+
+
+def chosen(config: Config, stage: str) -> dict[str, Any]:
+    """The values of the keys that can be chosen: arguments of `with_choice`."""
+    steps = getattr(config, stage).training.accumulation_steps
+    return {"accumulation_steps": steps, "remat": config.lm.model.remat}
+
+
+def asked(config: Config, stage: str) -> dict[str, Any]:
+    """The values in the config besides the model that the choice depends on."""
+    return {"asked": chosen(config, stage), "attention": config.lm.model.attention}
+
+
+def named(config: Config, stage: str) -> dict[str, Any]:
+    """The keys that can be chosen for a stage, by their full names, with their values."""
+    values = chosen(config, stage)
+    names = {f"{stage}.training.accumulation_steps": values["accumulation_steps"]}
+    return names | ({"lm.model.remat": values["remat"]} if stage == "lm" else {})
+
+
+def with_choice(config: Config, stage: str, accumulation_steps: int, remat: str) -> Config:
+    """The config with these values for the keys that can be chosen."""
+    section = getattr(config, stage)
+    training = dataclasses.replace(section.training, accumulation_steps=accumulation_steps)
+    config = dataclasses.replace(config, **{stage: dataclasses.replace(section, training=training)})
+    model = dataclasses.replace(config.lm.model, remat=remat)
+    return dataclasses.replace(config, lm=dataclasses.replace(config.lm, model=model))
+
+
+def candidates(
+    config: Config, stage: str, mesh: Mesh, vocab_size: int, rates: Accelerator | None
+) -> list[Config]:
+    """The configs that the automatic keys allow, from the fastest on by the planner's estimate.
+
+    Without known `rates` those that recompute nothing come first, and of these the ones with few microbatches.
+    """
+    training = getattr(config, stage).training
+    shards = num_row_shards(mesh)
+    parts = (
+        [training.accumulation_steps]
+        if training.accumulation_steps
+        else [
+            number
+            for number in range(1, training.batch_size // shards + 1)
+            if training.batch_size % (number * shards) == 0
+        ]
+    )
+    automatic = stage == "lm" and config.lm.model.remat == "auto"
+    ways = ("none", "full") if automatic else (config.lm.model.remat,)
+    tokens = training.batch_size * getattr(config, stage).data.block_tokens
+
+    def traffic(number: int) -> float:
+        axes = mesh.shape["data"], mesh.shape["fsdp"]
+        return sizes.fsdp_traffic(config, stage, vocab_size, number, *axes)
+
+    # Bytes that are exchanged once in a step, and those of each microbatch.
+    once, each = (traffic(0), traffic(1) - traffic(0)) if rates is not None else (0.0, 0.0)
+
+    def cost(one: Config) -> tuple[float, bool, int]:
+        again = flops.recomputed(one, stage, vocab_size)
+        number = getattr(one, stage).training.accumulation_steps
+        seconds = 0.0
+        if rates is not None:
+            computing = (flops.training(one, stage, vocab_size) + again) * tokens
+            exchange = (once + number * each) / rates.interconnect
+            seconds = max(computing / (mesh.size * rates.flops), exchange)
+        return seconds, again > 0, number
+
+    every = [with_choice(config, stage, number, remat) for remat in ways for number in parts]
+    return sorted(every, key=cost)
+
+
+class Fitted(NamedTuple):
+    """What `fit_to_memory` found.
+
+    Attributes:
+      config: the first candidate that fits; if none does, the one that needs least.
+      need: of this candidate.
+      fits: whether it fits.
+    """
+
+    config: Config
+    need: Need
+    fits: bool
+
+
+def fit_to_memory(
+    every: list[Config], stage: str, available: float, measure: Callable[[Config], Need]
+) -> Fitted:
+    """The first candidate whose step fits.
+
+    Args:
+      every: of `candidates`.
+      stage: "autoencoder" or "lm".
+      available: bytes of one device that the step may take.
+      measure: compiles a candidate's step, and says what it needs.
+    """
+    least: Fitted | None = None
+    # Of each way to recompute: the number of microbatches, and what the step needed.
+    known: dict[str, tuple[int, Need]] = {}
+    for one in every:
+        number = getattr(one, stage).training.accumulation_steps
+        way = one.lm.model.remat
+        if way in known:
+            fewer, need = known[way]
+            # A microbatch of half the rows needs at least half as much, so that many candidates need not be compiled.
+            if number > fewer and need.arguments + need.rest * fewer / number > available:
+                continue
+        need = measure(one)
+        # All processes go on with the same candidate.
+        fits = multihost.broadcast(bool(need.total <= available))
+        if fits:
+            return Fitted(one, need, True)
+        known[way] = number, need
+        if least is None or need.total < least.need.total:
+            least = Fitted(one, need, False)
+    assert least is not None
+    return least
+
+
+class FittedStep(NamedTuple):
+    """A step that fits into the memory of the devices that are here.
+
+    Attributes:
+      config: the recipe, with its automatic keys chosen.
+      compiled: the step.
+      need: the bytes of one device that it needs.
+    """
+
+    config: Config
+    compiled: jax.stages.Compiled
+    need: Need
+
+
+def fit_here(
+    config: Config,
+    stage: str,
+    words: Tokenizer | Vocabulary,
+    frozen: Params,
+    key: Array,
+    mesh: Mesh,
+) -> FittedStep:
+    """Chooses the automatic keys of a stage for the devices that are here, and prints the choice.
+
+    Args:
+      config: the recipe.
+      stage: "autoencoder" or "lm".
+      words: the tokenizer or its vocabulary.
+      frozen: arrays or shapes of the parameters that the stage reads and does not train.
+      key: of the stage's training.
+      mesh: the devices; must be set.
+
+    Raises:
+      UserError: if no candidate fits.
+    """
+    compiled: dict[Config, jax.stages.Compiled] = {}
+    began = time.monotonic()
+
+    def measure(one: Config) -> Need:
+        compiled.clear()
+        task, _, optimizer = stage_of(one, stage, words)
+        section = getattr(one, stage)
+        program = step_program(
+            task, optimizer, section.training, section.data, frozen, key, words.pad_id, mesh
+        )
+        compiled[one] = program.step.lower(*program.arguments).compile()
+        return need_of(compiled[one])
+
+    device = jax.local_devices()[0]
+    rates = accelerator(device.device_kind)
+    available = memory_here() * (_SHARE_OF_HOST if device.platform == "cpu" else SHARE)
+    every = candidates(config, stage, mesh, words.vocab_size, rates)
+    found = fit_to_memory(every, stage, available, measure)
+    values = ", ".join(f"{name}={value}" for name, value in named(found.config, stage).items())
+    size = f"{found.need.total / 2**30:.2f} GiB of {available / 2**30:.2f} GiB a device"
+    if not found.fits:
+        raise UserError(
+            f"{stage}: a training step does not fit into memory: {values} needs {size}. More devices along mesh.fsdp (now "
+            f"{mesh.shape['fsdp']}) split parameters and optimizer; these keys given by hand are taken as they are"
+        )
+    seconds = time.monotonic() - began
+    print(f"{stage}: {values}, {size} (compiled in {seconds:.0f} s)", flush=True)
+    return FittedStep(found.config, compiled[found.config], found.need)
+
+
+def need_of(program: jax.stages.Compiled) -> Need:
+    """What a compiled step needs, by the compiler's analysis."""
+    stats: Any = program.memory_analysis()
+    return Need(
+        float(stats.argument_size_in_bytes),
+        float(
+            stats.temp_size_in_bytes
+            + stats.output_size_in_bytes
+            - stats.alias_size_in_bytes
+            + stats.generated_code_size_in_bytes
+        ),
+    )

@@ -1,0 +1,134 @@
+"""The choice of microbatches and rematerialisation: the fastest that fits, with few compilations."""
+
+import dataclasses
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh
+
+from calm_jax.build import stage_of
+from calm_jax.config import resolve
+from calm_jax.data.tokenizers import Vocabulary
+from calm_jax.errors import UserError
+from calm_jax.parallel.devices import accelerator, memory_here
+from calm_jax.parallel.mesh import AXES, make_mesh
+from calm_jax.planning import fitting
+from calm_jax.planning.fitting import Need
+from calm_jax.run.workdir import Workdir
+from configs import calm_m
+from tests.tiny_recipe import get_config
+
+V5E = accelerator("TPU v5 lite")
+
+
+def chosen(configs, stage="lm"):
+    """(microbatches, rematerialisation) of configs."""
+    return [tuple(fitting.chosen(one, stage).values()) for one in configs]
+
+
+def calm(**keys):
+    tree = calm_m.get_config()
+    tree.lm.training.update(keys)
+    return resolve(tree)
+
+
+def test_candidates_recompute_only_when_microbatches_do_not_help():
+    """On one data axis the gradients are exchanged once, however many microbatches there are."""
+    mesh = AbstractMesh((32, 1, 1), AXES)
+    every = chosen(fitting.candidates(calm(), "lm", mesh, 128257, V5E))
+    assert every == [(n, way) for way in ("none", "full") for n in (1, 2, 4, 8)]
+
+
+def test_candidates_recompute_before_the_exchange_takes_longer_than_computing():
+    """With fsdp over the whole slice each microbatch gathers all parameters."""
+    mesh = AbstractMesh((1, 256, 1), AXES)
+    slow = dataclasses.replace(V5E, interconnect=V5E.interconnect / 1000)
+    config = calm(batch_size=1024)
+    assert chosen(fitting.candidates(config, "lm", mesh, 128257, V5E))[1] == (2, "none")
+    assert chosen(fitting.candidates(config, "lm", mesh, 128257, slow))[:2] == [
+        (1, "none"),
+        (1, "full"),
+    ]
+
+
+def test_given_values_are_the_only_candidates():
+    config = calm(accumulation_steps=4)
+    mesh = AbstractMesh((1, 8, 1), AXES)
+    assert chosen(fitting.candidates(config, "lm", mesh, 128257, None)) == [
+        (4, "none"),
+        (4, "full"),
+    ]
+    assert not fitting.is_automatic(fitting.with_choice(config, "lm", 4, "dots"), "lm")
+    # The autoencoder has no layers to recompute.
+    both = chosen(fitting.candidates(config, "autoencoder", mesh, 128257, None), "autoencoder")
+    assert {way for _, way in both} == {"auto"}
+
+
+def test_the_first_candidate_that_fits_is_taken_without_compiling_hopeless_ones():
+    """A step of 4 arguments, 2 constant and 64 / n more (a quarter of it with "full"), in a memory of 20."""
+    mesh = AbstractMesh((1, 8, 1), AXES)
+    every = fitting.candidates(calm(), "lm", mesh, 128257, None)
+    measured = []
+
+    def measure(one):
+        number, way = chosen([one])[0]
+        measured.append((number, way))
+        return Need(4, 2 + (16 if way == "full" else 64) / number)
+
+    found = fitting.fit_to_memory(every, "lm", 20, measure)
+    # 66 / 2 and 66 / 4 exceed the 16 that are left; 66 / 8 does not.
+    assert measured == [(1, "none"), (8, "none")]
+    assert found.fits and chosen([found.config]) == [(8, "none")] and found.need == Need(4, 10)
+    measured.clear()
+    found = fitting.fit_to_memory(every, "lm", 7, measure)
+    assert found.fits and chosen([found.config]) == [(16, "full")]
+    found = fitting.fit_to_memory(every, "lm", 6, measure)
+    assert not found.fits and chosen([found.config]) == [(32, "full")]
+
+
+@pytest.fixture
+def tiny():
+    """Config, vocabulary, frozen parameters' shapes and mesh of the tiny recipe with automatic keys."""
+    tree = get_config("*.txt")
+    tree.lm.training.accumulation_steps, tree.lm.model.remat = 0, "auto"
+    tree.lm.training.batch_size, tree.mesh.data = 16, 1
+    config, words = resolve(tree), Vocabulary(259, 258)
+    _, source, _ = stage_of(config, "lm", words)
+    frozen = {"params": jax.eval_shape(source.init, jax.random.key(0))}
+    return config, words, frozen, make_mesh(config.mesh, jax.devices()[:1])
+
+
+@pytest.mark.slow
+def test_a_step_is_fitted_into_the_memory_of_this_machine(tiny, monkeypatch, capsys):
+    config, words, frozen, mesh = tiny
+    key = jax.random.key(0)
+    with jax.set_mesh(mesh):
+        whole = fitting.fit_here(config, "lm", words, frozen, key, mesh)
+        assert chosen([whole.config]) == [(1, "none")]
+        # Room for three quarters of that.
+        monkeypatch.setattr(fitting, "memory_here", lambda: 1.5 * whole.need.total)
+        less = fitting.fit_here(config, "lm", words, frozen, key, mesh)
+        assert less.need.total <= 0.75 * whole.need.total
+        assert chosen([less.config])[0][0] > 1
+        assert "lm.training.accumulation_steps=" in capsys.readouterr().out
+        monkeypatch.setattr(fitting, "memory_here", lambda: 0.1 * whole.need.arguments)
+        with pytest.raises(UserError, match=r"lm: a training step does not fit .* mesh\.fsdp"):
+            fitting.fit_here(config, "lm", words, frozen, key, mesh)
+
+
+def test_the_memory_of_a_cpu_is_the_machines():
+    assert 2**28 < memory_here() * jax.local_device_count() < 2**46
+
+
+def test_a_choice_is_kept_for_the_same_devices_only(tmp_path):
+    workdir = Workdir(tmp_path)
+    here, elsewhere = {"kind": "cpu", "mesh": {"data": 1}}, {"kind": "TPU v4", "mesh": {"data": 1}}
+    assert workdir.memory_choice("lm", here) is None
+    for stage, number in (("lm", 2), ("autoencoder", 3)):
+        workdir.store_memory_choice(stage, here, {"accumulation_steps": number, "remat": "full"})
+    assert workdir.memory_choice("lm", here) == {"accumulation_steps": 2, "remat": "full"}
+    assert workdir.memory_choice("autoencoder", here)["accumulation_steps"] == 3
+    assert workdir.memory_choice("lm", elsewhere) is None
+    (tmp_path / "memory.json").write_text("{")
+    with pytest.raises(UserError, match=r"memory\.json cannot be read"):
+        workdir.memory_choice("lm", here)

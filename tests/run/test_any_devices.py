@@ -1,0 +1,131 @@
+"""The same run on other numbers of devices: trained, continued, scored, sampled and exported; one result."""
+
+import json
+import os
+import pathlib
+
+import pytest
+
+from calm_jax.parallel.mesh import MeshConfig, adapted
+from tests.workdirs import metrics, run
+
+PROMPT = "def value("
+
+
+def on(number: int) -> dict[str, str]:
+    """The environment of a command that sees so many devices."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    # On a busy machine the devices wait for each other longer than XLA's 40 s.
+    several = (
+        f"--xla_force_host_platform_device_count={number}",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    )
+    return os.environ | {"XLA_FLAGS": " ".join([flags, *several])}
+
+
+def train(number: int, text_glob: str, workdir: pathlib.Path, *options: str) -> str:
+    """Trains the tiny recipe on so many devices."""
+    recipe = f"--config=tests/tiny_recipe.py:{text_glob}"
+    # A cosine depends on the last step, which the two parts of a run do not share.
+    constant = [f"--config.{name}.optimizer.schedule=constant" for name in ("autoencoder", "lm")]
+    arguments = [recipe, f"--workdir={workdir}", *constant, *options]
+    return run("calm_jax.main", *arguments, env=on(number))
+
+
+def score(number: int, workdir: pathlib.Path) -> dict:
+    """The scores of --mode=eval on so many devices."""
+    run("calm_jax.main", "--mode=eval", f"--config=configs/workdir.py:{workdir}", env=on(number))
+    return json.loads((workdir / "evaluations.jsonl").read_text().splitlines()[-1])
+
+
+def numbers(tree: dict) -> dict[str, float]:
+    return {
+        name: value
+        for name, value in tree.items()
+        if isinstance(value, float) and name != "seconds"
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(text_glob, tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
+    """A run on one device, and the same one begun on four devices and continued on two."""
+    folder = tmp_path_factory.mktemp("devices")
+    train(1, text_glob, folder / "one")
+    first = ("--config.mesh.fsdp=4", "--config.lm.training.num_steps=5")
+    train(4, text_glob, folder / "several", *first)
+    train(2, text_glob, folder / "several", "--config.mesh.fsdp=2")
+    return folder / "one", folder / "several"
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_number_of_devices(runs):
+    """The devices' parts of a sum are added up in another order, hence the tolerance for float32."""
+    one, several = (
+        {(record["stage"], record["step"]): record for record in metrics(workdir)}
+        for workdir in runs
+    )
+    assert len(one) > 6
+    for place, record in one.items():
+        for name, value in record.items():
+            ours = several[place][name]
+            assert ours == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 8, 32])
+def test_scores_do_not_depend_on_the_devices(runs, number):
+    """The stored mesh is fsdp=2, and eval.batch_size=8 does not divide over 32 devices."""
+    _, workdir = runs
+    trained = json.loads((workdir / "results.json").read_text())
+    scored = score(number, workdir)
+    for name in ("autoencoder", "lm"):
+        ours, theirs = numbers(trained[name]), numbers(scored[name])
+        common = ours.keys() & theirs.keys() - {"training_seconds"}
+        assert len(common) > 3
+        for key in common:
+            assert theirs[key] == pytest.approx(ours[key], rel=1e-4, abs=1e-4), key
+
+
+@pytest.mark.slow
+def test_text_and_exported_weights_do_not_depend_on_the_devices(runs, tmp_path):
+    _, workdir = runs
+    texts, weights = [], []
+    for number in (1, 4):
+        made = (f"--workdir={workdir}", f"--prompt={PROMPT}", "--max_tokens=16")
+        output = tmp_path / f"{number}.jsonl"
+        run("calm_jax.generate", *made, f"--output={output}", env=on(number))
+        texts.append(json.loads(output.read_text())["tokens"])
+        target = tmp_path / f"exported_{number}"
+        exported = (f"--workdir={workdir}", f"--target={target}", "--ae_path=autoencoder")
+        run("calm_jax.interop.export", *exported, env=on(number))
+        weights.append((target / "model.safetensors").read_bytes())
+    assert texts[0] == texts[1] and len(texts[0]) == 16
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_smaller_than_the_mesh_runs_on_a_part_of_it(text_glob, tmp_path):
+    """Batches of 4 and 6 rows on 8 devices: two of them work."""
+    short = [f"--config.{name}.training.num_steps=2" for name in ("autoencoder", "lm")]
+    printed = train(
+        8, text_glob, tmp_path / "run", *short, "--config.autoencoder.training.batch_size=6"
+    )
+    assert "batches of 6 and 4 rows divide over 2 of 8 devices" in printed
+    assert "BrierLM" in printed
+
+
+@pytest.mark.parametrize(
+    "sizes, number, expected",
+    [
+        ((-1, 1, 1), 5, (-1, 1, 1)),
+        ((1, 8, 1), 8, (1, 8, 1)),
+        ((1, 8, 1), 1, (-1, 1, 1)),
+        ((2, 8, 1), 4, (-1, 4, 1)),
+        ((1, 8, 2), 64, (-1, 8, 2)),
+        ((4, 6, 4), 12, (-1, 3, 4)),
+        ((1, -1, 4), 6, (-1, 3, 2)),
+        ((1, 2, -1), 3, (-1, 1, 1)),
+    ],
+)
+def test_a_mesh_is_adapted_to_the_number_of_devices(sizes, number, expected):
+    assert adapted(MeshConfig(*sizes), number) == MeshConfig(*expected)
