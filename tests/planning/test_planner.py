@@ -96,6 +96,7 @@ def a_plan(needed: float, available: float, **changes) -> Plan:
         "parameters": {"all": 10},
         "frozen": {},
         "state_bytes": {},
+        "chosen": {},
         "tokens": 1000,
         "flops": 4 * 197e12,
         "recomputed": 0.0,
