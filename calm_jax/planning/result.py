@@ -92,7 +92,8 @@ class Plan:
 def advice(config: Config, stage: str, plan: Plan) -> list[str]:
     """Changes of the config that may make a plan fit, in one line each, the cheapest first."""
     section = getattr(config, stage)
-    rows = section.training.fewest_rows
+    steps = int(plan.chosen[f"{stage}.training.accumulation_steps"])
+    rows = section.training.batch_size // steps
     ways = plan.mesh["data"] * plan.mesh["fsdp"]
     ideas = []
     state = sum(plan.memory[kind] for kind in ("parameters", "optimizer", "frozen"))
@@ -104,10 +105,10 @@ def advice(config: Config, stage: str, plan: Plan) -> list[str]:
     if rows > ways:
         most = section.training.batch_size // ways
         ideas.append(
-            f"--config.{stage}.training.accumulation_steps={min(most, 2 * section.training.accumulation_steps)} or more, up to "
-            f"{most} here (now {section.training.accumulation_steps}): temporaries shrink, traffic grows"
+            f"--config.{stage}.training.accumulation_steps={min(most, 2 * steps)} or more, up to "
+            f"{most} here (now {steps}): temporaries shrink, traffic grows"
         )
-    if stage == "lm" and config.lm.model.remat != "full":
+    if stage == "lm" and plan.chosen["lm.model.remat"] != "full":
         ideas.append(
             "--config.lm.model.remat=full: the backward pass recomputes the layers' activations instead of keeping them"
         )
