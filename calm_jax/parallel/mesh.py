@@ -81,9 +81,14 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
         ) from error
 
 
+def rows_ways(mesh: Mesh) -> int:
+    """The number of devices that a batch's rows are split over."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
 def check_batch(name: str, batch_size: int, mesh: Mesh) -> None:
     """Raises `UserError`, which calls the batch size `name`, unless it divides over the mesh."""
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    ways = rows_ways(mesh)
     if batch_size % ways:
         raise UserError(
             f"{name}={batch_size} must be a multiple of mesh.data x mesh.fsdp = {ways} devices"
