@@ -28,7 +28,7 @@ from calm_jax.parallel.host_memory import keep_freed_memory
 from calm_jax.parallel.startup import multihost_command
 from calm_jax.run.continuation import Continuation, Prompt
 from calm_jax.run.generator import Generator
-from calm_jax.sampling.config import SampleConfig
+from calm_jax.sampling.config import CALM_ONLY, SampleConfig
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "text to continue")
@@ -79,11 +79,9 @@ _OPTIONS = (
         None,
         "text longer than the model's context: refuse, or slide (attend to the last chunks only)",
     ),
-    flags.DEFINE_integer("batch_size", None, "prompts continued together"),
+    flags.DEFINE_integer("batch_size", None, "prompts continued together, at most"),
 )
 _start_processes = startup.define_flags()
-# Options that have no meaning for the autoregressive baseline.
-_CALM_ONLY = ("sampler", "num_candidates", "max_draws", "draws_at_once", "prompt_alignment")
 
 
 def _prompts() -> list[Prompt]:
@@ -128,7 +126,7 @@ def _options(generator: Generator) -> SampleConfig:
     given: dict[str, Any] = {flag.name: flag.value for flag in _OPTIONS if flag.value is not None}
     if "stop" in given:
         given["stop"] = tuple(given["stop"])
-    useless = [name for name in given if name in _CALM_ONLY]
+    useless = [name for name in given if name in CALM_ONLY]
     if useless and not generator.has_autoencoder:
         raise UserError(
             f"--{useless[0]}={given[useless[0]]} has no meaning for lm.head.name='softmax', which samples tokens from "
@@ -143,22 +141,20 @@ def _as_text(prompt: Prompt, generator: Generator) -> str:
 
 def _print(generator: Generator, prompts: Sequence[Prompt], options: SampleConfig) -> None:
     """Prints texts in the order of the prompts: a single one piece by piece, several of them each when it is complete."""
-    waiting: dict[int, Continuation] = {}
     done: list[Continuation] = []
-    pieces = generator.generate(prompts, options, _SEED.value, stream=True)
     if len(prompts) == 1:
         print(_as_text(prompts[0], generator), end="", flush=True)
-    for piece in pieces:
-        one = piece.continuation
-        if len(prompts) == 1:
+        for piece in generator.generate(prompts, options, _SEED.value, stream=True):
             print(piece.text, end="", flush=True)
-        if one.finish:
+            done = [piece.continuation]
+        print("\n", flush=True)
+    else:
+        waiting: dict[int, Continuation] = {}
+        for one in generator.finish_each(prompts, options, _SEED.value):
             waiting[one.index] = one
-        while len(done) in waiting:
-            one = waiting.pop(len(done))
-            text = "" if len(prompts) == 1 else f"{_as_text(one.prompt, generator)}{one.text}"
-            print(f"{text}\n", flush=True)
-            done.append(one)
+            while len(done) in waiting:
+                done.append(waiting.pop(len(done)))
+                print(f"{_as_text(done[-1].prompt, generator)}{done[-1].text}\n", flush=True)
     if multihost.is_primary():
         print(generator.describe(done, options), file=sys.stderr)
 
@@ -168,12 +164,11 @@ def _write(
 ) -> None:
     """Writes one JSON object for each prompt, in order. The file appears when it is complete."""
     done: list[Continuation] = []
-    for piece in generator.generate(prompts, options, _SEED.value, stream=True):
-        if piece.continuation.finish:
-            done.append(piece.continuation)
-            if multihost.is_primary():
-                count = f"\r{len(done)} of {len(prompts)} prompts"
-                print(count, end="", file=sys.stderr, flush=True)
+    for one in generator.finish_each(prompts, options, _SEED.value):
+        done.append(one)
+        if multihost.is_primary():
+            count = f"\r{len(done)} of {len(prompts)} prompts"
+            print(count, end="", file=sys.stderr, flush=True)
     if multihost.is_primary():
         print(file=sys.stderr)
     done.sort(key=lambda one: one.index)

@@ -172,7 +172,7 @@ def get_config() -> ConfigDict:
     # Prompts and texts longer than the context, lm.data.block_tokens tokens: "refuse" ends with an error; "slide" attends to
     # the last chunks only.
     config.sample.long_context = "refuse"
-    # Prompts continued together.
+    # Prompts continued together, at most; on several devices, rounded up so that it divides over them.
     config.sample.batch_size = 8
     # Prompts of the samples that are written at the end of training.
     config.sample.prompts = ("The ", "In the year ")

@@ -1,5 +1,8 @@
 """Layers that several networks share."""
 
+import functools
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,6 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.parallel.constraints import constrain_groups, each_group, gathered, product
+from calm_jax.parallel.mesh import path_of
 
 # Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
 normal_init = nn.initializers.normal(0.02)
@@ -30,6 +34,20 @@ def linear(
         dot_general=product,
         name=name,
     )
+
+
+def in_compute_dtype(params: Any, dtype: DTypeLike) -> Any:
+    """Parameters for inference: kernels and embedding tables, which layers cast to `dtype` where they use them, cast once.
+
+    The results of a model that computes in `dtype` do not change. Scales and biases stay float32, in which norms use them.
+    """
+    if jnp.dtype(dtype) == jnp.float32:
+        return params
+
+    def cast(path: tuple[Any, ...], x: Array) -> Array:
+        return x.astype(dtype) if path_of(path).endswith(("kernel", "embedding")) else x
+
+    return jax.jit(functools.partial(jax.tree_util.tree_map_with_path, cast))(params)
 
 
 def look_up(embed: nn.Embed, tokens: Array) -> Array:

@@ -1,6 +1,7 @@
 """From sampled chunks to the text of one prompt, which ends at eos, at a stop string or after `max_tokens`."""
 
 import dataclasses
+import time
 from collections.abc import Sequence
 
 from calm_jax.data.tokenizers import Tokenizer
@@ -22,9 +23,9 @@ class Continuation:
       chunk_ends: `len(tokens)` after each chunk.
       draws, decoded, exact: one entry a chunk: latents drawn, tokens decoded, and whether the sampler was exact (see
         `calm_jax.sampling.search.Sampled`).
-      seconds: one entry a chunk: seconds from the start of the prompt's batch until the host had the chunk. The first
-        call includes compilation.
-      finish: "eos", "stop" or "length" (`max_tokens`); empty while text is still being generated.
+      seconds: one entry a chunk: seconds from when the prompt got a place in the batch until the host had the chunk. The
+        first call includes compilation.
+      finish: "eos", "stop", "length" (`max_tokens`) or "cancelled"; empty while text is still being generated.
       alignment: how the prompt was brought to whole chunks: "whole" if it was, else "pad", "left" or "match" (see
         `sample.prompt_alignment` in configs/common.py).
       match_draws: draws that alignment "match" used, also if none matched and it fell back to "left".
@@ -53,11 +54,15 @@ class Piece:
 
     Attributes:
       continuation: the continuation that grows; its `text` already contains this piece.
+      number: of the chunk, counted from 0.
       text: the characters to show now; may be empty.
+      is_last: whether the text ends with this piece.
     """
 
     continuation: Continuation
+    number: int
     text: str
+    is_last: bool
 
 
 def _num_withheld(text: str, stop: Sequence[str]) -> int:
@@ -76,6 +81,9 @@ class Row:
     Attributes:
       continuation: the result so far.
       ids: the prompt's token ids, with bos.
+      options: how to sample.
+      seed: of the row's random numbers, together with the continuation's index.
+      began: `time.monotonic()` when the prompt got a place in the batch.
     """
 
     def __init__(
@@ -83,26 +91,51 @@ class Row:
         continuation: Continuation,
         ids: list[int],
         tokenizer: Tokenizer,
+        chunk_size: int,
         options: SampleConfig,
+        seed: int,
     ):
         self.continuation, self.ids = continuation, ids
-        self._tokenizer, self._options = tokenizer, options
+        self.options, self.seed, self.began = options, seed, 0.0
+        self._tokenizer, self._chunk_size = tokenizer, chunk_size
         self._num_shown = 0
 
-    def split(self, chunk_size: int) -> tuple[list[int], list[int]]:
+    @property
+    def prompt_chunks(self) -> int:
+        """The length of the prompt in chunks, with an incomplete last one."""
+        return -(-len(self.ids) // self._chunk_size)
+
+    @property
+    def new_chunks(self) -> int:
+        """How many chunks `max_tokens` new tokens are."""
+        return -(-self.options.max_tokens // self._chunk_size)
+
+    @property
+    def missing_chunks(self) -> int:
+        """How many chunks are still to be generated, if the text does not end before `max_tokens`."""
+        return -(-(self.options.max_tokens - len(self.continuation.tokens)) // self._chunk_size)
+
+    def split(self) -> tuple[list[int], list[int]]:
         """The prompt's ids as `(whole chunks, the tokens of an incomplete last chunk)`."""
-        num_whole = len(self.ids) // chunk_size * chunk_size
+        num_whole = len(self.ids) // self._chunk_size * self._chunk_size
         return self.ids[:num_whole], self.ids[num_whole:]
 
-    def append(self, chunk: Sampled, num_given: int, seconds: float) -> Piece:
+    def padded(self) -> list[int]:
+        """The prompt's ids, padded to whole chunks as `prompt_alignment` says; "match", which comes here last, pads on the left."""
+        pads = [self._tokenizer.pad_id] * (-len(self.ids) % self._chunk_size)
+        pads_after = self.options.prompt_alignment == "pad"
+        if pads:
+            self.continuation.alignment = "pad" if pads_after else "left"
+        return self.ids + pads if pads_after else pads + self.ids
+
+    def append(self, chunk: Sampled, num_given: int) -> Piece:
         """Adds a chunk's tokens up to eos, the last of `max_tokens` or a stop string, and gives the text to show.
 
         Args:
           chunk: one row's chunk, with tokens [K].
           num_given: how many of its first tokens are the prompt's own.
-          seconds: since the batch began.
         """
-        to, options = self.continuation, self._options
+        to, options = self.continuation, self.options
         num_before = len(to.tokens)
         for token in chunk.tokens[num_given:].tolist():
             if token == self._tokenizer.eos_id:
@@ -122,15 +155,15 @@ class Row:
         to.draws.append(int(chunk.draws))
         to.decoded.append(int(chunk.decoded))
         to.exact.append(bool(chunk.exact))
-        to.seconds.append(round(seconds, 6))
-        return Piece(to, piece)
+        to.seconds.append(round(time.monotonic() - self.began, 6))
+        return Piece(to, len(to.draws) - 1, piece, bool(to.finish))
 
     def _decode_until_stop(self, num_before: int) -> str:
         """The text up to the first stop string; if there is one, the tokens after it are removed.
 
         num_before: how many tokens came before the last chunk, which alone can have completed a stop string.
         """
-        to, stop = self.continuation, self._options.stop
+        to, stop = self.continuation, self.options.stop
         text = self._tokenizer.decode(to.tokens)
         if not any(word in text for word in stop):
             return text

@@ -9,6 +9,15 @@ from calm_jax.sampling import temperature as law
 # The most draws for one chunk, and the most that are compared in pairs (16 MiB of comparisons for 4096 draws).
 _MOST_DRAWS, MOST_COMPARED = 2**24, 4096
 
+# Options that have no meaning for the autoregressive baseline.
+CALM_ONLY = (
+    "sampler",
+    "num_candidates",
+    "max_draws",
+    "draws_at_once",
+    "prompt_alignment",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:

@@ -1,7 +1,8 @@
-"""Generation, chunk after chunk, on device: `prefill` reads the prompts, `decode` generates.
+"""Generation, chunk after chunk, on device: `prefill` reads prompts, `insert` gives them rows of a batch, `decode` generates.
 
-A row's text depends on its own prompt and key alone, not on the other rows. B rows, L chunks of prompt, S chunks that
-one call may generate, K tokens per chunk.
+A row's text depends on its own prompt and key alone, not on the other rows. On a mesh the rows are split over its `data`
+and `fsdp` axes. B rows, M of them read together, L chunks of prompt, S chunks that one call may generate, K tokens per
+chunk.
 """
 
 import functools
@@ -12,8 +13,10 @@ import chex
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from calm_jax.models.kv_cache import KVCache
+from calm_jax.parallel.constraints import constrain, rows_spec, tensor_spec
 from calm_jax.sampling.chunk_model import ChunkModel
 from calm_jax.sampling.config import SamplerConfig
 from calm_jax.sampling.pools import Prefix, complete_chunk
@@ -30,14 +33,26 @@ class State(NamedTuple):
     Attributes:
         h: [B, D], the hidden state that the next chunk is drawn from.
         cache: of all chunks so far.
-        step: int32, the number of chunks generated so far; numbers the random keys.
+        step: int32, the number of chunks generated so far by the batch.
         ended: bool [B], rows whose text has ended; nothing more is drawn for them.
+        began: int32 [B], the `step` at which each row began; `step - began` numbers its random keys.
     """
 
     h: Array
     cache: KVCache
     step: Array
     ended: Array
+    began: Array
+
+
+def _split_over_devices(state: State) -> State:
+    """Splits the rows over the devices of the mesh, and the heads of the cache over `tensor`; nothing without a mesh."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return state
+    _, batch, _, num_kv_heads, _ = state.cache.key.shape
+    spec = PartitionSpec(None, rows_spec(batch), None, tensor_spec(num_kv_heads), None)
+    key, value = jax.lax.with_sharding_constraint((state.cache.key, state.cache.value), spec)
+    return state._replace(h=constrain(state.h), cache=state.cache._replace(key=key, value=value))
 
 
 def read_prompts(
@@ -85,8 +100,13 @@ def read_prompts(
     width = jax.eval_shape(lambda: model.advance(pieces[0], cache)[0])
     nothing_BD = jnp.zeros((batch, width.shape[-1]), width.dtype)
     (h_BD, cache), _ = jax.lax.scan(read, (nothing_BD, cache), pieces)
-    ended_B = jnp.zeros(batch, bool)
-    return State(h_BD, cache._replace(length=length_B), jnp.int32(0), ended_B)
+    return State(
+        h_BD,
+        cache._replace(length=length_B),
+        step=jnp.int32(0),
+        ended=jnp.zeros(batch, bool),
+        began=jnp.zeros(batch, jnp.int32),
+    )
 
 
 def generate_chunks(
@@ -125,13 +145,10 @@ def generate_chunks(
         chunks = jax.tree.map(lambda x, one: x.at[:, state.step - first].set(one), chunks, new)
         ended_B = state.ended | (new.tokens == eos_id).any(-1)
         h_B1D, cache = model.advance(new.tokens[:, None], state.cache)
-        return State(h_B1D[:, 0], cache, state.step + 1, ended_B), chunks
+        state = state._replace(h=h_B1D[:, 0], cache=cache, step=state.step + 1, ended=ended_B)
+        return state, chunks
 
     return jax.lax.while_loop(unfinished, one, (state, chunks))
-
-
-def _step_keys(key_B: Array, step: Array) -> Array:
-    return jax.vmap(jax.random.fold_in, (0, None))(key_B, step)
 
 
 @functools.partial(jax.jit, static_argnames=("bind", "size", "piece"))
@@ -146,7 +163,70 @@ def prefill(
     piece: int,
 ) -> State:
     """`read_prompts`, compiled."""
-    return read_prompts(bind(params, frozen), prompt_BLK, length_B, size, window, piece)
+    state = read_prompts(bind(params, frozen), prompt_BLK, length_B, size, window, piece)
+    return _split_over_devices(state)
+
+
+@functools.partial(jax.jit, static_argnames=("batch", "size"))
+def with_room(state: State, batch: int, size: int) -> State:
+    """A state in `batch` rows with a cache for `size` chunks: the given one, in the first rows and places, and zeros.
+
+    No row of the given state may have outgrown its cache.
+    """
+
+    def padded(x: Array, *shape: int) -> Array:
+        return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, shape, strict=True)])
+
+    def cached(x: Array) -> Array:
+        return padded(x, x.shape[0], batch, size, *x.shape[3:])
+
+    cache = state.cache
+    return _split_over_devices(
+        State(
+            padded(state.h, batch, state.h.shape[1]),
+            KVCache(
+                cached(cache.key), cached(cache.value), padded(cache.length, batch), cache.window
+            ),
+            state.step,
+            padded(state.ended, batch),
+            padded(state.began, batch),
+        )
+    )
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def insert(state: State, new: State, row_M: Array) -> State:
+    """Puts prompts that `prefill` read into the rows `row_M` of a state.
+
+    Args:
+        state: its cache has room for at least as many chunks as that of `new`.
+        new: from `prefill`, M rows; its cache has either the size of the state's, or none of its rows has outgrown it.
+        row_M: int32; prompts whose row is not one of the state's are left out.
+    """
+
+    def put(x: Array, row: Array) -> Array:
+        return x.at[row_M].set(row, mode="drop")
+
+    def cached(x: Array, new: Array) -> Array:
+        # The whole row is replaced: what the row's last text left behind is gone.
+        room = [(0, 0)] * x.ndim
+        room[2] = (0, x.shape[2] - new.shape[2])
+        return x.at[:, row_M].set(jnp.pad(new, room), mode="drop")
+
+    cache = state.cache._replace(
+        key=cached(state.cache.key, new.cache.key),
+        value=cached(state.cache.value, new.cache.value),
+        length=put(state.cache.length, new.cache.length),
+    )
+    return _split_over_devices(
+        State(
+            put(state.h, new.h),
+            cache,
+            state.step,
+            put(state.ended, new.ended),
+            put(state.began, jnp.broadcast_to(state.step, row_M.shape)),
+        )
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("bind", "config"))
@@ -180,10 +260,12 @@ def decode(
     eos_id: int,
     config: SamplerConfig,
 ) -> tuple[State, Sampled]:
-    """`generate_chunks` by `sample_chunk`, compiled; each row's draws come from its own key and the step."""
-    model = bind(params, frozen)
+    """`generate_chunks` by `sample_chunk`, compiled; each row's draws come from its own key and its number of chunks."""
+    model, began_B = bind(params, frozen), state.began
 
     def next_chunk(h_BD: Array, step: Array, active_B: Array) -> Sampled:
-        return sample_chunk(model, h_BD, _step_keys(key_B, step), active_B, config)
+        step_key_B = jax.vmap(jax.random.fold_in)(key_B, step - began_B)
+        return sample_chunk(model, h_BD, step_key_B, active_B, config)
 
-    return generate_chunks(model, state, limit, num_chunks, eos_id, next_chunk)
+    state, chunks = generate_chunks(model, state, limit, num_chunks, eos_id, next_chunk)
+    return _split_over_devices(state), chunks

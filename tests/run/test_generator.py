@@ -13,7 +13,8 @@ from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
 from calm_jax.models import attention
 from calm_jax.models.kv_cache import KVCache
-from calm_jax.run.generator import Continuation, Generator, padded_length
+from calm_jax.run.continuous_batch import padded_length
+from calm_jax.run.generator import Continuation, Generator
 from calm_jax.run.workdir import Workdir
 from calm_jax.sampling import decode
 from calm_jax.sampling.chunk_model import ChunkModel
