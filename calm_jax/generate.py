@@ -143,8 +143,10 @@ def _print(generator: Generator, prompts: Sequence[Prompt], options: SampleConfi
     """Prints texts in the order of the prompts: a single one piece by piece, several of them each when it is complete."""
     done: list[Continuation] = []
     if len(prompts) == 1:
+        # Refuses what the model cannot take, before anything is printed.
+        pieces = generator.generate(prompts, options, _SEED.value, stream=True)
         print(_as_text(prompts[0], generator), end="", flush=True)
-        for piece in generator.generate(prompts, options, _SEED.value, stream=True):
+        for piece in pieces:
             print(piece.text, end="", flush=True)
             done = [piece.continuation]
         print("\n", flush=True)
