@@ -17,7 +17,10 @@ _HAS_OLD_EMITTERS = importlib.metadata.version("jaxlib") < "0.11"
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0"
-    + " --xla_cpu_use_fusion_emitters=false" * _HAS_OLD_EMITTERS,
+    # On a busy machine simulated devices wait for each other longer than 40 s, after which XLA ends the process.
+    " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    + " --xla_cpu_use_fusion_emitters=false"
+    * _HAS_OLD_EMITTERS,
 )
 # jaxlib 0.10.1 logs a long line of error for every program that it loads from the cache.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -15,12 +15,7 @@ PROMPT = "def value("
 def on(number: int) -> dict[str, str]:
     """The environment of a command that sees so many devices."""
     flags = os.environ.get("XLA_FLAGS", "")
-    # On a busy machine the devices wait for each other longer than XLA's 40 s.
-    several = (
-        f"--xla_force_host_platform_device_count={number}",
-        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-    )
-    return os.environ | {"XLA_FLAGS": " ".join([flags, *several])}
+    return os.environ | {"XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={number}"}
 
 
 def train(number: int, text_glob: str, workdir: pathlib.Path, *options: str) -> str:
