@@ -116,7 +116,7 @@ def convert(plan: Plan, path: pathlib.Path) -> None:
     config = dataclasses.replace(plan.config, mesh=MeshConfig(data=-1, fsdp=1, tensor=1))
     about = {"config": as_dict(config), "tokenizer": plan.tokenizer.fingerprint}
     with (
-        atomic_folder(path) as unfinished,
+        atomic_folder(path, "--workdir") as unfinished,
         jax.set_mesh(mesh),
         _Bar(4 * plan.num_parameters) as bar,
     ):

@@ -104,7 +104,7 @@ def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
         else published.autoencoder_values(config, tokenizer)
     )
     written: dict[str, np.ndarray] = {}
-    with atomic_folder(target) as folder:
+    with atomic_folder(target, "--target") as folder:
         if config.has_autoencoder:
             autoencoder = make_autoencoder_task(config, tokenizer)
             rows = names.autoencoder_rows(config.autoencoder.model)

@@ -140,6 +140,14 @@ def write_once(write: Callable[[], None]) -> None:
     run_on_all(write_on_primary)
 
 
+@contextlib.contextmanager
+def entered_once(context: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """Enters `context` on process 0 alone, for all processes. All go on, or raise its error, when it is entered."""
+    with contextlib.ExitStack() as stack:
+        write_once(lambda: stack.enter_context(context))
+        yield
+
+
 def check_shared(folder: pathlib.Path) -> None:
     """Checks that all processes see the same `folder`, which must exist.
 

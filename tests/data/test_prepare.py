@@ -469,7 +469,9 @@ def test_a_folder_locked_by_another_process_is_refused(tmp_path, files, prepare)
     (tmp_path / "out").mkdir()
     with open(tmp_path / "out" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        refused(prepare(arguments(files, tmp_path / "out")), "another process is preparing it")
+        refused(
+            prepare(arguments(files, tmp_path / "out")), "is in use: another process writes to it"
+        )
     assert contents(tmp_path / "out") == {"lock": b""}
     accepted(prepare(arguments(files, tmp_path / "out")))
 
