@@ -323,17 +323,19 @@ class Workdir:
     def import_initial(self, source: "Workdir", stage: str) -> None:
         """Copies the latest parameters of `source` as initial ones, so that the run does not depend on that folder later."""
         step = checkpoint.latest_step(source.checkpoints(stage))
-        params = source.checkpoints(stage) / str(step) / "params"
-        self._copy(params, self.initial(stage), f"{step}/params")
+        whole = source.checkpoints(stage) / str(step)
+        self._copy(whole, self.initial(stage), str(step), leave_out=("training",))
 
-    def _copy(self, source: pathlib.Path, folder: pathlib.Path, name: str) -> None:
-        """Copies `source` to `folder`/`name`. `folder` appears when it is complete: the copy is made beside it and renamed."""
+    def _copy(
+        self, source: pathlib.Path, folder: pathlib.Path, name: str, leave_out: Sequence[str] = ()
+    ) -> None:
+        """Copies `source`, without the names in `leave_out`, to `folder`/`name`. `folder` appears when it is complete: the copy is made beside it and renamed."""
         unfinished = folder.with_name(f"{folder.name}.tmp")
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
             # A stage that was killed before its first checkpoint leaves a folder without one.
             shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(source, unfinished / name)
+            shutil.copytree(source, unfinished / name, ignore=shutil.ignore_patterns(*leave_out))
             unfinished.rename(folder)
         except OSError as error:
             raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
