@@ -184,6 +184,7 @@ class Trainer:
             self._progress.note(f"resumed at step {self._first_step}")
         self._logged_at = time.monotonic()
         self._logged_step, self._seconds = self._first_step, self._log.seconds(stage.name)
+        self._skipped = int(self._state.nonfinite_total)
         self._profiling = False
         try:
             stop = NoteSignal()
@@ -252,6 +253,12 @@ class Trainer:
             values["mfu"] = achieved / (device.flops * self._mesh.size)
         self._log.write(self._stage.name, "train", step, values)
         self._progress.values(step, values)
+        if skipped > self._skipped:
+            self._progress.note(
+                f"updates up to step {step} that were skipped, as loss, gradient or parameters were not finite: "
+                f"{skipped - self._skipped}"
+            )
+            self._skipped = skipped
 
     def _evaluate(self, step: int, stop: NoteSignal) -> None:
         """Evaluates a part of the validation split every `eval_every` steps, except after the last step.
@@ -291,6 +298,6 @@ class Trainer:
             else f"the checkpoint of step {kept} is good"
         )
         raise AgreedError(
-            f"{name}: loss or gradient was not finite in {streak} updates in a row, steps {step - streak + 1} to {step}; "
+            f"{name}: loss, gradient or parameters were not finite in {streak} updates in a row, steps {step - streak + 1} to {step}; "
             f"{good}. A lower {name}.optimizer.learning_rate or {name}.optimizer.max_grad_norm may help"
         )
