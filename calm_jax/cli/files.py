@@ -3,6 +3,7 @@
 import math
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -10,6 +11,19 @@ from typing import Any
 
 from calm_jax.cli.ownership import LOCK, owned
 from calm_jax.errors import UserError
+
+
+def local_path(name: str, flag: str) -> pathlib.Path:
+    """The path that a flag or config key names. Raises `UserError` for a URL, of which `pathlib` would make local folders.
+
+    Remote storage has no locks, no appending and no renaming of folders, on which workdirs and prepared text depend.
+    """
+    if re.match(r"[A-Za-z][\w+.-]*://", name):
+        raise UserError(
+            f"{flag}={name} must be a path of a file system: only text is read from URLs; mount the storage (gcsfuse, "
+            "mountpoint-s3), or give a local folder and copy it afterwards"
+        )
+    return pathlib.Path(name)
 
 
 def write_atomically(path: pathlib.Path, text: str, tag: str = "") -> None:

@@ -258,7 +258,7 @@ def test_wrong_flags_end_with_one_line_and_touch_nothing(tmp_path, files, prepar
         (changed("output", tmp_path / "text.txt" / "a"), ["--output=", "text.txt/a"]),
         (
             changed("output", "gs://bucket/text"),
-            ["--output=gs:", "must be a folder of a file system"],
+            ["--output=gs:", "must be a path of a file system"],
         ),
         (changed("output", tmp_path / "taken"), ["taken is not empty and no prepared text"]),
         ([*good, "--packing=published"], ["--block_tokens=0: --packing=published needs"]),
