@@ -1,6 +1,7 @@
 """The training loop: accumulation, several devices, non-finite updates, resumed metrics."""
 
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -314,6 +315,60 @@ def test_no_checkpoint_is_saved_after_too_many_nonfinite_updates(tmp_path):
         train_on(255, 60)
     train_on(1, 8)
     assert (tmp_path / "lm" / "8").is_dir()
+
+
+@dataclasses.dataclass(frozen=True)
+class Large(Fragile):
+    """`Fragile` with 4 MiB of parameters."""
+
+    def init(self, key):
+        return {"kernel": jnp.ones(2**20)}
+
+
+def live_bytes() -> int:
+    """Bytes of all arrays on the only device. An array and its shard are two with the same memory."""
+    gc.collect()
+    return sum({x.unsafe_buffer_pointer(): x.nbytes for x in jax.live_arrays()}.values())
+
+
+def test_a_trainer_holds_one_state_at_a_time(tmp_path, monkeypatch):
+    """Also at the moment when it restores a checkpoint, or takes initial parameters."""
+    config = tiny_config()
+    training = dataclasses.replace(config.lm.training, batch_size=2, num_steps=2, log_every=2)
+    blocks = Blocks(np.full((8, 32), 1, np.int32), np.full(8, 32), np.zeros(8, int))
+    text, mesh = TrainingText([blocks], ()), make_mesh(config.mesh)
+    stage = Stage("lm", Large(), {}, None, text, 0, None, training, config.lm.optimizer, 1e6)
+    params_bytes = 4 * 2**20
+    # Parameters and both moments of Adam; the rest of the state has some numbers.
+    state_bytes, few = 3 * params_bytes, 2**14
+    restore, seen = Checkpointer.restore, {}
+
+    def spied(*arguments):
+        seen["restore"] = live_bytes() - before
+        return restore(*arguments)
+
+    def initial():
+        seen["initial"] = live_bytes() - before
+        return Large().init(None)
+
+    def trainer(name: str, stage: Stage) -> Trainer:
+        checkpointer, none = Checkpointer(tmp_path / name, 2), Profile(-1, -1, "")
+        log = MetricsLog(tmp_path)
+        return Trainer(stage, 0, BYTES.pad_id, 1, mesh, checkpointer, log, {}, none)
+
+    monkeypatch.setattr(Checkpointer, "restore", spied)
+    with jax.set_mesh(mesh):
+        trainer("lm", stage).run()
+        before = live_bytes()
+        resumed = trainer("lm", stage)
+        assert seen.pop("restore") < few
+        assert state_bytes <= live_bytes() - before < state_bytes + few
+        assert resumed._first_step == 2
+        del resumed
+        begun = trainer("other", dataclasses.replace(stage, initial=initial))
+        assert seen == {"initial": pytest.approx(2 * params_bytes, abs=few)}
+        assert state_bytes <= live_bytes() - before < state_bytes + few
+        del begun
 
 
 def test_mfu_is_achieved_flops_over_the_devices_peak(tmp_path, monkeypatch):
