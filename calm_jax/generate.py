@@ -19,7 +19,7 @@ from typing import Any
 
 from absl import app, flags
 
-from calm_jax.cli.files import write_atomically
+from calm_jax.cli.files import local_path, write_atomically
 from calm_jax.cli.flags import parse_flags
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost, startup
@@ -187,7 +187,7 @@ def main(argv: list[str]) -> None:
         raise UserError("give the folder of a trained model: --workdir=DIR")
     if not 0 <= _SEED.value < 2**32:
         raise UserError(f"--seed={_SEED.value} must be in [0, 2**32)")
-    output = pathlib.Path(_OUTPUT.value)
+    workdir, output = local_path(_WORKDIR.value, "--workdir"), local_path(_OUTPUT.value, "--output")
     if _OUTPUT.value:
         if output.exists() and not output.is_file():
             raise UserError(f"--output={output} is not a file")
@@ -205,7 +205,7 @@ def main(argv: list[str]) -> None:
     keep_compiled_programs()
     given = {flag.name: flag.value for flag in (*_OPTIONS, _SEED, _WORKDIR, _OUTPUT)}
     multihost.check_same(lambda: given | {"prompts": prompts})
-    generator = Generator.load(_WORKDIR.value)
+    generator = Generator.load(workdir)
     options = _options(generator)
     if _OUTPUT.value:
         _write(generator, prompts, options, output)

@@ -13,6 +13,7 @@ from typing import Any
 from absl import app, flags
 from ml_collections import config_flags
 
+from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import parse_recipe_flags
 from calm_jax.config import resolve
 from calm_jax.errors import UserError
@@ -49,7 +50,7 @@ def _default_workdir(config_flag: str) -> pathlib.Path:
     file, _, argument = config_flag.partition(":")
     name = pathlib.Path(file).stem
     if name == "workdir" and argument:
-        return pathlib.Path(argument)
+        return local_path(argument, "--workdir")
     suffix = "-" + re.sub(r"[^\w.=-]+", "-", argument) if argument else ""
     return pathlib.Path("runs") / (name + suffix)
 
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> None:
         raise UserError("give a recipe: --config=configs/quickstart.py")
     config_flag: Any = flags.FLAGS["config"]
     default = _default_workdir(config_flag.config_filename)
-    path = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else default
+    path = local_path(_WORKDIR.value, "--workdir") if _WORKDIR.value else default
     config, workdir = resolve(_CONFIG.value), Workdir(path)
     if _MODE.value == "eval":
         for name, value in (("--overwrite", _OVERWRITE.value), ("--profile", _PROFILE.value)):

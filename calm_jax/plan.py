@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 import sys
 import time
 
@@ -24,7 +23,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from calm_jax.cli.command import command
-from calm_jax.cli.files import nan_to_none, write_atomically
+from calm_jax.cli.files import local_path, nan_to_none, write_atomically
 from calm_jax.cli.flags import parse_recipe_flags
 from calm_jax.cli.progress import console, duration
 from calm_jax.config import Config, resolve
@@ -167,7 +166,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--price_per_hour={_PRICE.value:g} must be a number from 0 on")
     if not 0 < _EFFICIENCY.value <= 1:
         raise UserError(f"--efficiency={_EFFICIENCY.value:g} must be in (0, 1]")
-    if _OUTPUT.value and not pathlib.Path(_OUTPUT.value).absolute().parent.is_dir():
+    output = local_path(_OUTPUT.value, "--output")
+    if _OUTPUT.value and not output.absolute().parent.is_dir():
         raise UserError(f"--output={_OUTPUT.value} cannot be written: there is no such folder")
     config = resolve(_CONFIG.value)
     tries: list[Try] = []
@@ -182,9 +182,7 @@ def main(argv: list[str]) -> int:
         record: dict = {"tries": {str(one.topology): one.why_not for one in tries}}
         if plan is not None:
             record |= _record(plan, _EFFICIENCY.value, _PRICE.value)
-        write_atomically(
-            pathlib.Path(_OUTPUT.value), json.dumps(nan_to_none(record), indent=2) + "\n"
-        )
+        write_atomically(output, json.dumps(nan_to_none(record), indent=2) + "\n")
     if plan is None:
         raise UserError(
             f"--fit={_FIT.value}: no size could be compiled; {tries[-1].topology}: {tries[-1].why_not}. A family with more memory, "

@@ -3,12 +3,27 @@
 import math
 import os
 import pathlib
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from calm_jax.cli.ownership import LOCK, owned
 from calm_jax.errors import UserError
+
+
+def local_path(name: str, flag: str) -> pathlib.Path:
+    """The path that a flag or config key names. Raises `UserError` for a URL, of which `pathlib` would make local folders.
+
+    Remote storage has no locks, no appending and no renaming of folders, on which workdirs and prepared text depend.
+    """
+    if re.match(r"[A-Za-z][\w+.-]*://", name):
+        raise UserError(
+            f"{flag}={name} must be a path of a file system: only text is read from URLs; mount the storage (gcsfuse, "
+            "mountpoint-s3), or give a local folder and copy it afterwards"
+        )
+    return pathlib.Path(name)
 
 
 def write_atomically(path: pathlib.Path, text: str, tag: str = "") -> None:
@@ -43,29 +58,54 @@ def refuse_existing(path: pathlib.Path) -> None:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
+def empty(folder: pathlib.Path, keep: Collection[str]) -> None:
+    """Deletes everything in `folder` but the names in `keep`. Raises `UserError` if something cannot be deleted."""
+    try:
+        for entry in folder.iterdir():
+            if entry.name in keep:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    except OSError as error:
+        raise UserError(f"{folder} cannot be emptied: {error.strerror or error}") from error
+
+
 @contextmanager
-def atomic_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
+def atomic_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
     """Gives a temporary folder to fill. It is renamed to `path` when the `with` block succeeds, and deleted when it fails.
 
-    Raises `UserError` if `path` exists and is not an empty folder, or if it cannot be written.
+    The temporary folder, `.NAME.unfinished` beside `path`, is owned while it is filled. What a killed command left in it
+    is deleted.
+
+    Args:
+      path: the folder to make.
+      flag: the flag that names it, for messages.
+
+    Raises:
+      UserError: if `path` exists and is not an empty folder, if another process is making it, or if it cannot be written.
     """
     refuse_existing(path)
     path = path.absolute()
-    # Parent folders that are made here, innermost first. They are deleted again if the block fails.
-    missing = [parent for parent in path.parents if not parent.exists()]
-    unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
-    try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        unfinished.rename(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        for parent in missing:
-            # Fails for a folder that is not empty, as after a success.
-            with suppress(OSError):
-                parent.rmdir()
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with owned(unfinished, f"{flag}={path}"):
+        try:
+            # Again, as its last owner may have made it just now.
+            refuse_existing(path)
+            empty(unfinished, keep={LOCK})
+            yield unfinished
+            unfinished.rename(path)
+        except BaseException as error:
+            with suppress(UserError, OSError):
+                empty(unfinished, keep={LOCK})
+                # Also one that a killed command left, which is therefore not new.
+                (unfinished / LOCK).unlink()
+                unfinished.rmdir()
+            if isinstance(error, OSError):
+                raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+            raise
+        (path / LOCK).unlink(missing_ok=True)
 
 
 def nan_to_none(value: Any) -> Any:

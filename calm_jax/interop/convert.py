@@ -24,7 +24,7 @@ from ml_collections import config_flags
 
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
-from calm_jax.cli.files import atomic_folder, refuse_existing
+from calm_jax.cli.files import atomic_folder, local_path, refuse_existing
 from calm_jax.cli.flags import parse_config_flags
 from calm_jax.config import as_dict
 from calm_jax.errors import UserError
@@ -116,7 +116,7 @@ def convert(plan: Plan, path: pathlib.Path) -> None:
     config = dataclasses.replace(plan.config, mesh=MeshConfig(data=-1, fsdp=1, tensor=1))
     about = {"config": as_dict(config), "tokenizer": plan.tokenizer.fingerprint}
     with (
-        atomic_folder(path) as unfinished,
+        atomic_folder(path, "--workdir") as unfinished,
         jax.set_mesh(mesh),
         _Bar(4 * plan.num_parameters) as bar,
     ):
@@ -175,7 +175,7 @@ def main(argv: list[str]) -> None:
         raise UserError("give a published checkpoint: --source=FOLDER or --source=owner/name")
     if not _WORKDIR.value and not _DRY_RUN.value:
         raise UserError("give the folder to make: --workdir=DIR")
-    path, began = pathlib.Path(_WORKDIR.value), time.monotonic()
+    path, began = local_path(_WORKDIR.value, "--workdir"), time.monotonic()
     if _WORKDIR.value:
         refuse_existing(path)
     folder = folder_of(_SOURCE.value, "--source")

@@ -19,7 +19,7 @@ from absl import app, flags
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.cli.command import command
-from calm_jax.cli.files import atomic_folder
+from calm_jax.cli.files import atomic_folder, local_path
 from calm_jax.cli.flags import parse_flags
 from calm_jax.data.tokenizers import ByteTokenizer, Llama3Tokenizer, Tokenizer
 from calm_jax.errors import UserError
@@ -104,7 +104,7 @@ def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
         else published.autoencoder_values(config, tokenizer)
     )
     written: dict[str, np.ndarray] = {}
-    with atomic_folder(target) as folder:
+    with atomic_folder(target, "--target") as folder:
         if config.has_autoencoder:
             autoencoder = make_autoencoder_task(config, tokenizer)
             rows = names.autoencoder_rows(config.autoencoder.model)
@@ -135,7 +135,8 @@ def main(argv: list[str]) -> None:
         raise UserError(f"unexpected argument {argv[1]!r}")
     if not _WORKDIR.value or not _TARGET.value:
         raise UserError("give the run and the folder to make: --workdir=DIR --target=OUT")
-    workdir, target = Workdir(pathlib.Path(_WORKDIR.value)), pathlib.Path(_TARGET.value)
+    workdir = Workdir(local_path(_WORKDIR.value, "--workdir"))
+    target = local_path(_TARGET.value, "--target")
     ae_path = _AE_PATH.value or str(target / _AUTOENCODER_FOLDER)
     began = time.monotonic()
     num_parameters = export(workdir, target, ae_path)

@@ -68,11 +68,13 @@ def wait_for_all() -> None:
 
 def broadcast(value: Any) -> Any:
     """Process 0's `value`, on all processes; it must consist of JSON's types."""
-    return _all_gather(value)[0] if is_multiprocess() else value
+    return all_gather(value)[0]
 
 
-def _all_gather(value: Any) -> list[Any]:
-    """The values of all processes, in the order of their indices."""
+def all_gather(value: Any) -> list[Any]:
+    """The values of all processes, in the order of their indices; they must consist of JSON's types."""
+    if not is_multiprocess():
+        return [value]
     wait_for_all()
     data = np.frombuffer(json.dumps(value).encode("utf-8"), np.uint8)
     sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32)).ravel()
@@ -102,7 +104,7 @@ def run_on_all(run: Callable[[], _Result]) -> _Result:
         result = run()
     except UserError as error:
         message = str(error)
-    for process, theirs in enumerate(_all_gather(message)):
+    for process, theirs in enumerate(all_gather(message)):
         if theirs:
             raise AgreedError(f"process {process}: {theirs}" if process else theirs)
     return result
@@ -120,7 +122,7 @@ def check_same(collect: Callable[[], Mapping[str, Any]]) -> None:
     if not is_multiprocess():
         return
     here = json.loads(json.dumps(run_on_all(collect)))
-    everyone = _all_gather(here)
+    everyone = all_gather(here)
     for process, theirs in enumerate(everyone):
         for name in here | theirs:
             ours, other = everyone[0].get(name), theirs.get(name)
@@ -138,6 +140,14 @@ def write_once(write: Callable[[], None]) -> None:
             write()
 
     run_on_all(write_on_primary)
+
+
+@contextlib.contextmanager
+def entered_once(context: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """Enters `context` on process 0 alone, for all processes. All go on, or raise its error, when it is entered."""
+    with contextlib.ExitStack() as stack:
+        write_once(lambda: stack.enter_context(context))
+        yield
 
 
 def check_shared(folder: pathlib.Path) -> None:

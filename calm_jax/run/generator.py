@@ -10,6 +10,7 @@ from typing import Literal, overload
 import jax
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
+from calm_jax.cli.files import local_path
 from calm_jax.config import Config
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
@@ -57,7 +58,7 @@ class Generator:
 
         Raises `UserError` if the folder has none.
         """
-        workdir = Workdir(pathlib.Path(folder))
+        workdir = Workdir(local_path(str(folder), "folder"))
         multihost.check_same(workdir.facts)
         config = workdir.config
         mesh = make_mesh(adapted(config.mesh, jax.device_count()))

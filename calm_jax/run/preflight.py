@@ -13,6 +13,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from calm_jax.build import check_attention
+from calm_jax.cli.files import local_path
 from calm_jax.config import Config, as_dict, leaves
 from calm_jax.data.corpus import Corpus
 from calm_jax.data.tokenizers import Tokenizer, check_path, make_tokenizer
@@ -79,7 +80,7 @@ def _check_fits(
 
 def _open_source(key: str, name: str, stages: Sequence[str], workdir: Workdir) -> Workdir:
     """The workdir `name`, the value of `key`. Raises `UserError` unless it has trained parameters of these stages."""
-    source = Workdir(pathlib.Path(name))
+    source = Workdir(local_path(name, key))
     if source.path.resolve() == workdir.path.resolve():
         raise UserError(f"{key}={name!r} is the workdir itself")
     if not source.exists:

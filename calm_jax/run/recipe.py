@@ -207,7 +207,7 @@ def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Pro
         )
         return
     mesh = multihost.run_on_all(lambda: _training_mesh(config))
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), multihost.entered_once(workdir.owned()):
         text = preflight.begin(config, workdir, overwrite, mesh)
         run = Run(config, Workdir(workdir.path), mesh, text)
         try:
@@ -286,59 +286,64 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
     preflight.check_command(config, workdir, "eval")
     mesh = multihost.run_on_all(check)
     multihost.check_same(workdir.facts)
-    with jax.set_mesh(mesh):
+    # The record of an evaluation is written at its end; a folder that cannot be written is refused here.
+    with jax.set_mesh(mesh), multihost.entered_once(workdir.owned()):
         text, corpus = multihost.run_on_all(read)
         multihost.check_same(lambda: preflight.text_facts(corpus))
-        run = Run(config, workdir, mesh, text)
-        has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
-        # Records with prompts have no equal-context score: the prompt is the context.
-        has_equal_context = has_lm and not config.data.prompt_field
-        # Made first, as it refuses a context that is longer than the text.
-        equal_context = run.equal_context_evaluator() if has_equal_context else None
-        results: dict[str, Mapping] = {}
-        frozen: Params = {}
-        if config.has_autoencoder:
-            params = workdir.load_params("autoencoder", run.autoencoder_task, mesh)
-            results["autoencoder"] = run.evaluator("autoencoder")(params, {})
-            frozen = {"params": params}
-        if has_lm:
-            params = workdir.load_params("lm", run.lm_task, mesh)
-            evaluators = {"lm": run.evaluator("lm")}
-            if equal_context is not None:
-                evaluators["equal_context"] = equal_context
-            for name, evaluator in evaluators.items():
-                began = time.monotonic()
-                values = evaluator(params, frozen)
-                results[name] = values | {"seconds": time.monotonic() - began}
-            if config.eval.temperatures:
-                results["plane"] = tradeoff.measure(
-                    run.lm_task,
-                    params,
-                    frozen,
-                    run.text.validation("lm"),
-                    config.eval,
-                    tradeoff.ways(
-                        config.eval, config.sample.sampler_config, config.has_autoencoder
-                    ),
-                    run.tokenizer.pad_id,
-                    mesh,
-                )
-            if run.text.has_train:
-                results["floor"] = brier.as_values(run.text.floor())
-            if run.text.has_train and equal_context is not None:
-                results["equal_context_floor"] = brier.as_values(run.text.equal_context_floor())
-        for name in ("autoencoder", "lm"):
-            if name in results:
-                step = checkpoint.latest_step(workdir.checkpoints(name))
-                results[name] = {"step": step, **results[name]}
-    record = {"eval": dataclasses.asdict(config.eval), "data": dataclasses.asdict(config.data)}
-    report.print_results(results, config, workdir)
-    if "plane" in results:
-        report.print_plane(results["plane"])
-
-    def write() -> None:
-        report.append(workdir, record | results)
+        results = _score(Run(config, workdir, mesh, text))
+        record = {"eval": dataclasses.asdict(config.eval), "data": dataclasses.asdict(config.data)}
+        report.print_results(results, config, workdir)
         if "plane" in results:
-            report.draw_plane(results["plane"], workdir.path / "plane.png")
+            report.print_plane(results["plane"])
 
-    multihost.write_once(write)
+        def write() -> None:
+            report.append(workdir, record | results)
+            if "plane" in results:
+                report.draw_plane(results["plane"], workdir.path / "plane.png")
+
+        multihost.write_once(write)
+
+
+def _score(run: Run) -> dict[str, Mapping]:
+    """The scores of every stage that a workdir has, by name, and the floors and the plane that go with them."""
+    config, workdir = run.config, run.workdir
+    has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
+    # Records with prompts have no equal-context score: the prompt is the context.
+    has_equal_context = has_lm and not config.data.prompt_field
+    # Made first, as it refuses a context that is longer than the text.
+    equal_context = run.equal_context_evaluator() if has_equal_context else None
+    results: dict[str, Mapping] = {}
+    frozen: Params = {}
+    if config.has_autoencoder:
+        params = workdir.load_params("autoencoder", run.autoencoder_task, run.mesh)
+        results["autoencoder"] = run.evaluator("autoencoder")(params, {})
+        frozen = {"params": params}
+    if has_lm:
+        params = workdir.load_params("lm", run.lm_task, run.mesh)
+        evaluators = {"lm": run.evaluator("lm")}
+        if equal_context is not None:
+            evaluators["equal_context"] = equal_context
+        for name, evaluator in evaluators.items():
+            began = time.monotonic()
+            values = evaluator(params, frozen)
+            results[name] = values | {"seconds": time.monotonic() - began}
+        if config.eval.temperatures:
+            results["plane"] = tradeoff.measure(
+                run.lm_task,
+                params,
+                frozen,
+                run.text.validation("lm"),
+                config.eval,
+                tradeoff.ways(config.eval, config.sample.sampler_config, config.has_autoencoder),
+                run.tokenizer.pad_id,
+                run.mesh,
+            )
+        if run.text.has_train:
+            results["floor"] = brier.as_values(run.text.floor())
+        if run.text.has_train and equal_context is not None:
+            results["equal_context_floor"] = brier.as_values(run.text.equal_context_floor())
+    for name in ("autoencoder", "lm"):
+        if name in results:
+            step = checkpoint.latest_step(workdir.checkpoints(name))
+            results[name] = {"step": step, **results[name]}
+    return results

@@ -10,23 +10,26 @@ init_autoencoder/, init_lm/  copies of the parameters that the stages began with
 metrics.jsonl          training and validation metrics; the same in tensorboard/
 samples.txt            text that the model wrote at the end of training
 results.json           the final table; written when the run is finished
+lock                   locked by the command that writes to the workdir, and says which process that is
 evaluations.jsonl      one line for each call with --mode=eval; plane.png of the last one with eval.temperatures
 profile/               profiler traces of --profile
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from calm_jax.cli.files import write_atomically
+from calm_jax.cli.files import empty, write_atomically
+from calm_jax.cli.ownership import LOCK, owned
 from calm_jax.config import Config, as_dict, as_json, differing_keys, leaves, resolve
 from calm_jax.data.corpus import Corpus, Source
 from calm_jax.data.documents import Document
@@ -56,6 +59,7 @@ _OWN_FILES = {
     "lm",
     "memory.json",
     "memory.json.tmp",
+    LOCK,
     "metrics.jsonl",
     "metrics.jsonl.tmp",
     "plane.png",
@@ -219,15 +223,27 @@ class Workdir:
                 raise UserError(f"--workdir={self.path} is a file")
             names = {entry.name for entry in self.path.iterdir()}
             # These may be left by a run that was killed while it made its workdir.
-            if names - {"tokenizer", "corpus.json", "corpus.json.tmp", "config.json.tmp"}:
+            if names - {LOCK, "tokenizer", "corpus.json", "corpus.json.tmp", "config.json.tmp"}:
                 raise UserError(
                     f"--workdir={self.path} is no workdir of calm_jax and is not empty: give another folder"
                 )
 
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[None]:
+        """Owns the folder inside the `with` block. A command that writes to a workdir does so inside of it.
+
+        Raises `UserError` if another process writes to the workdir, or if the folder is no workdir and not empty.
+        """
+        self.refuse_foreign()
+        with owned(self.path, f"--workdir={self.path}"):
+            yield
+
     def delete(self) -> None:
-        """Deletes the folder. Call `check_deletable` first."""
+        """Empties the folder, which this process owns. Call `check_deletable` first."""
         if self.exists:
-            shutil.rmtree(self.path)
+            # config.json goes last, so that what a killed deletion leaves is still a workdir, which can be deleted.
+            empty(self.path, keep={LOCK, self._config_path.name})
+            self._config_path.unlink()
 
     def check_deletable(self) -> None:
         """Raises `UserError` if the folder holds a file that no run wrote."""
@@ -307,17 +323,19 @@ class Workdir:
     def import_initial(self, source: "Workdir", stage: str) -> None:
         """Copies the latest parameters of `source` as initial ones, so that the run does not depend on that folder later."""
         step = checkpoint.latest_step(source.checkpoints(stage))
-        params = source.checkpoints(stage) / str(step) / "params"
-        self._copy(params, self.initial(stage), f"{step}/params")
+        whole = source.checkpoints(stage) / str(step)
+        self._copy(whole, self.initial(stage), str(step), leave_out=("training",))
 
-    def _copy(self, source: pathlib.Path, folder: pathlib.Path, name: str) -> None:
-        """Copies `source` to `folder`/`name`. `folder` appears when it is complete: the copy is made beside it and renamed."""
+    def _copy(
+        self, source: pathlib.Path, folder: pathlib.Path, name: str, leave_out: Sequence[str] = ()
+    ) -> None:
+        """Copies `source`, without the names in `leave_out`, to `folder`/`name`. `folder` appears when it is complete: the copy is made beside it and renamed."""
         unfinished = folder.with_name(f"{folder.name}.tmp")
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
             # A stage that was killed before its first checkpoint leaves a folder without one.
             shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(source, unfinished / name)
+            shutil.copytree(source, unfinished / name, ignore=shutil.ignore_patterns(*leave_out))
             unfinished.rename(folder)
         except OSError as error:
             raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error

@@ -1,7 +1,9 @@
 """Checkpoints: asynchronous Orbax saves, exact resume, and loading of the parameters without the optimizer."""
 
+import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,9 +12,13 @@ from jax.sharding import Mesh
 
 from calm_jax.errors import UserError
 from calm_jax.parallel.mesh import shardings
+from calm_jax.parallel.multihost import AgreedError
+from calm_jax.training.checksums import checksums
 
 # The items of a checkpoint. Parameters are an item of their own, so that they load without the optimizer.
 _PARAMS, _TRAINING, _ABOUT = "params", "training", "about"
+# The key of the item `about` with the checksums of all arrays; checkpoints of earlier commits do not have it.
+_CHECKSUMS = "checksums"
 # Sizes of `save_params`, which bound its memory.
 _CHUNK_BYTES, _FILE_BYTES = 2**25, 2**27
 
@@ -85,7 +91,7 @@ class Checkpointer:
         items = {
             _PARAMS: ocp.args.StandardSave(params),
             _TRAINING: ocp.args.StandardSave(training),
-            _ABOUT: ocp.args.JsonSave(about),
+            _ABOUT: ocp.args.JsonSave(_signed(about, {_PARAMS: params, _TRAINING: training})),
         }
         try:
             self._manager.save(step, args=ocp.args.Composite(**items))
@@ -111,25 +117,22 @@ class Checkpointer:
           `params` and `training` of the checkpoint.
 
         Raises:
-          UserError: if the checkpoint cannot be read.
+          UserError: if the checkpoint cannot be read, or is not what was saved.
         """
         items = {
             _PARAMS: ocp.args.StandardRestore(_abstract(params, mesh)),
             _TRAINING: ocp.args.StandardRestore(_abstract(training, mesh)),
         }
-        try:
+        with _errors_named(self.folder, self.latest_step):
             restored = self._manager.restore(self.latest_step, args=ocp.args.Composite(**items))
-        except (OSError, ValueError, KeyError) as error:
-            raise _damaged(self.folder / str(self.latest_step), error) from error
+        _check(self.folder, self.latest_step, self.about(), restored)
         return restored[_PARAMS], restored[_TRAINING]
 
     def about(self) -> dict:
         """The `about` that the latest checkpoint was saved with. Raises `UserError` if it cannot be read."""
         items = ocp.args.Composite(**{_ABOUT: ocp.args.JsonRestore()})
-        try:
+        with _errors_named(self.folder, self.latest_step):
             return self._manager.restore(self.latest_step, args=items)[_ABOUT]
-        except (OSError, ValueError, KeyError) as error:
-            raise _damaged(self.folder / str(self.latest_step), error) from error
 
     def close(self) -> None:
         self._manager.close()
@@ -146,16 +149,57 @@ def _first_line(error: Exception) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
-def _damaged(path: pathlib.Path, error: Exception) -> UserError:
-    return UserError(
-        f"the checkpoint {path} cannot be read ({_first_line(error)}); move it away to resume from the one before"
+def _damage(folder: pathlib.Path, step: int | None, reason: str) -> str:
+    """The message about a damaged checkpoint, with the one before."""
+    path, before = (
+        folder / str(step),
+        max((one for one in _steps(folder) if one != step), default=None),
     )
+    way_out = (
+        "there is no other one: make the workdir anew"
+        if before is None
+        else f"`mv {path} {path}.damaged` makes the one of step {before} the latest, from which the same command goes on"
+    )
+    return f"the checkpoint {path} is damaged ({reason}); {way_out}"
+
+
+@contextlib.contextmanager
+def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
+    """Makes a `UserError` of every error while a checkpoint is read; Orbax has many kinds of them for damaged files."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(_damage(folder, step, _first_line(error))) from error
+
+
+def _signed(about: dict, items: dict[str, Any]) -> dict:
+    return about | {_CHECKSUMS: {name: checksums(tree) for name, tree in items.items()}}
+
+
+def _check(
+    folder: pathlib.Path, step: int | None, about: dict, restored: Mapping[str, Any]
+) -> None:
+    """Compares restored arrays with their checksums, if the checkpoint has any.
+
+    Raises `AgreedError` for an array that is not what was saved.
+    """
+    if _CHECKSUMS not in about:
+        return
+    stored = about[_CHECKSUMS]
+    for item in stored.keys() & restored.keys():
+        for name, value in checksums(restored[item]).items():
+            if stored[item].get(name) != value:
+                reason = f"{item}/{name} has another checksum than when it was saved"
+                raise AgreedError(_damage(folder, step, reason))
+
+
+def _steps(folder: pathlib.Path) -> list[int]:
+    return [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
 
 
 def latest_step(folder: pathlib.Path) -> int | None:
     """The step of the latest complete checkpoint in `folder`; None if there is none."""
-    steps = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
-    return max(steps, default=None)
+    return max(_steps(folder), default=None)
 
 
 def save_params(folder: pathlib.Path, params: Any, about: dict) -> None:
@@ -183,7 +227,7 @@ def save_params(folder: pathlib.Path, params: Any, about: dict) -> None:
         _PARAMS: ocp.args.PyTreeSave(
             params, save_args=in_chunks, ocdbt_target_data_file_size=_FILE_BYTES
         ),
-        _ABOUT: ocp.args.JsonSave(about),
+        _ABOUT: ocp.args.JsonSave(_signed(about, {_PARAMS: params})),
     }
     try:
         with ocp.CheckpointManager(folder.resolve(), item_handlers=handlers) as manager:
@@ -202,14 +246,19 @@ def load_params(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:
       mesh: the mesh to shard them over.
 
     Raises:
-      UserError: if there is no checkpoint, or it cannot be read.
+      UserError: if there is no checkpoint, it cannot be read, or it is not what was saved.
     """
     step = latest_step(folder)
     if step is None:
         raise UserError(f"{folder} holds no checkpoint: train first")
-    with ocp.StandardCheckpointer() as checkpointer:
-        path = folder.resolve() / str(step) / _PARAMS
-        try:
-            return checkpointer.restore(path, _abstract(like, mesh))
-        except (OSError, ValueError, KeyError) as error:
-            raise _damaged(folder / str(step), error) from error
+    path = folder.resolve() / str(step)
+    with _errors_named(folder, step):
+        with ocp.StandardCheckpointer() as checkpointer:
+            params = checkpointer.restore(path / _PARAMS, _abstract(like, mesh))
+        about = {}
+        # Copies of parameters that earlier commits made for `init_from` do not have it.
+        if (path / _ABOUT).exists():
+            with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+                about = reader.restore(path / _ABOUT)
+    _check(folder, step, about, {_PARAMS: params})
+    return params

@@ -29,6 +29,7 @@ from calm_jax.training.step import (
     TrainingConfig,
     TrainState,
     batch_shapes,
+    fresh_state,
     init_state,
     jit_step,
     make_step,
@@ -86,6 +87,13 @@ def training_key(seed: int, stage: str) -> jax.Array:
     return stream(seed, f"train/{stage}")
 
 
+def _all_but_params(state: TrainState) -> dict[str, Any]:
+    """The item of a checkpoint beside the parameters."""
+    rest = state._asdict()
+    del rest["params"]
+    return rest
+
+
 class _EvaluationStopped(Exception):
     """A signal came during an evaluation."""
 
@@ -126,12 +134,16 @@ class Trainer:
         self._schedule = make_schedule(stage.optimizer, config.num_steps)
         batch = batch_shapes(config, stage.text.block_tokens)
         init_key = stream(seed, f"init/{stage.name}")
-        self._state = init_state(stage.task, optimizer, stage.frozen, batch, init_key, mesh)
+        of_state = (stage.task, optimizer, stage.frozen, batch, init_key)
         self._saved_step = checkpointer.latest_step
         if self._saved_step is not None:
-            self._restore()
-        elif stage.initial is not None:
-            self._state = self._state._replace(params=stage.initial())
+            self._state = self._restored(jax.eval_shape(fresh_state(*of_state)))
+        else:
+            self._state = init_state(*of_state, mesh)
+            if stage.initial is not None:
+                # Random parameters are released before the others are loaded, as there may be no memory for both.
+                self._state = self._state._replace(params={})
+                self._state = self._state._replace(params=stage.initial())
         self._first_step = int(self._state.step)
         self._data = training_batches(
             stage.text.rows(seed),
@@ -147,24 +159,20 @@ class Trainer:
         replicated = NamedSharding(mesh, PartitionSpec())
         self._to_host = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=replicated)
 
-    def _restore(self) -> None:
+    def _restored(self, shapes: TrainState) -> TrainState:
+        """The state of the latest checkpoint. `shapes`: of the state."""
         params, rest = self._checkpointer.restore(
-            self._state.params, self._all_but_params(), self._mesh
+            shapes.params, _all_but_params(shapes), self._mesh
         )
         # A resumed run counts non-finite updates in a row from zero.
         streak = jax.device_put(np.int32(0), rest["nonfinite_streak"].sharding)
-        self._state = TrainState(params=params, **rest | {"nonfinite_streak": streak})
-
-    def _all_but_params(self) -> dict[str, Any]:
-        rest = self._state._asdict()
-        del rest["params"]
-        return rest
+        return TrainState(params=params, **rest | {"nonfinite_streak": streak})
 
     def _save(self, step: int) -> None:
         if step != self._saved_step:
             # After too many non-finite updates the state no longer changes, and must not be saved as a later step.
             self._check_finite()
-            rest = self._all_but_params()
+            rest = _all_but_params(self._state)
             self._checkpointer.save(step, self._state.params, rest, self._about)
             self._saved_step = step
 
@@ -184,6 +192,7 @@ class Trainer:
             self._progress.note(f"resumed at step {self._first_step}")
         self._logged_at = time.monotonic()
         self._logged_step, self._seconds = self._first_step, self._log.seconds(stage.name)
+        self._skipped = int(self._state.nonfinite_total)
         self._profiling = False
         try:
             stop = NoteSignal()
@@ -252,6 +261,12 @@ class Trainer:
             values["mfu"] = achieved / (device.flops * self._mesh.size)
         self._log.write(self._stage.name, "train", step, values)
         self._progress.values(step, values)
+        if skipped > self._skipped:
+            self._progress.note(
+                f"updates up to step {step} that were skipped, as loss, gradient or parameters were not finite: "
+                f"{skipped - self._skipped}"
+            )
+            self._skipped = skipped
 
     def _evaluate(self, step: int, stop: NoteSignal) -> None:
         """Evaluates a part of the validation split every `eval_every` steps, except after the last step.
@@ -291,6 +306,6 @@ class Trainer:
             else f"the checkpoint of step {kept} is good"
         )
         raise AgreedError(
-            f"{name}: loss or gradient was not finite in {streak} updates in a row, steps {step - streak + 1} to {step}; "
+            f"{name}: loss, gradient or parameters were not finite in {streak} updates in a row, steps {step - streak + 1} to {step}; "
             f"{good}. A lower {name}.optimizer.learning_rate or {name}.optimizer.max_grad_norm may help"
         )

@@ -83,7 +83,7 @@ def make_step(
 
     Every random number is keyed by (`key`, step, row of the batch). The gradient is that of the summed loss, added over
     microbatches and divided once by the total weight, so that the split into microbatches and devices changes nothing but
-    rounding. An update whose loss or gradient is not finite is skipped and counted. After `max_nonfinite_steps` skipped
+    rounding. An update whose loss, gradient or new parameters are not finite is skipped and counted. After `max_nonfinite_steps` skipped
     updates in a row the state no longer changes; the loop then ends the run with an error.
 
     Args:
@@ -137,6 +137,9 @@ def make_step(
         params = optax.apply_updates(state.params, updates)
 
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"][0])
+        # A finite gradient can still lead out of the range of numbers, by a learning rate that is far too high.
+        for leaf in jax.tree.leaves(params):
+            finite &= jnp.isfinite(leaf).all()
         streak = jnp.where(finite, 0, state.nonfinite_streak + 1)
         stopped = state.nonfinite_streak >= config.max_nonfinite_steps
         keep = finite & ~stopped

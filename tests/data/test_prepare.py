@@ -258,7 +258,7 @@ def test_wrong_flags_end_with_one_line_and_touch_nothing(tmp_path, files, prepar
         (changed("output", tmp_path / "text.txt" / "a"), ["--output=", "text.txt/a"]),
         (
             changed("output", "gs://bucket/text"),
-            ["--output=gs:", "must be a folder of a file system"],
+            ["--output=gs:", "must be a path of a file system"],
         ),
         (changed("output", tmp_path / "taken"), ["taken is not empty and no prepared text"]),
         ([*good, "--packing=published"], ["--block_tokens=0: --packing=published needs"]),
@@ -469,7 +469,9 @@ def test_a_folder_locked_by_another_process_is_refused(tmp_path, files, prepare)
     (tmp_path / "out").mkdir()
     with open(tmp_path / "out" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        refused(prepare(arguments(files, tmp_path / "out")), "another process is preparing it")
+        refused(
+            prepare(arguments(files, tmp_path / "out")), "is in use: another process writes to it"
+        )
     assert contents(tmp_path / "out") == {"lock": b""}
     accepted(prepare(arguments(files, tmp_path / "out")))
 

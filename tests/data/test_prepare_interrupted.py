@@ -157,7 +157,7 @@ def test_a_second_command_for_the_same_output_is_refused(tmp_path, large):
         line = run(PREPARE, *large[0], f"--output={output}", status=2)
     finally:
         command.send_signal(signal.SIGCONT)
-    assert line == f"error: --output={output}: another process is preparing it"
+    assert line.startswith(f"error: --output={output} is in use: process {command.pid} on ")
     out, err = command.communicate(timeout=100)
     assert command.returncode == 0, out + err
     assert finished(output) == large[1]

@@ -76,6 +76,7 @@ BAD_VALUES = {
     "--config.mesh.fsdp=7": "mesh:",
     "--config.data.train_files=/nowhere/*.txt": "/nowhere/*.txt",
     "--config.autoencoder.checkpoint=/nowhere": "autoencoder.checkpoint='/nowhere'",
+    "--config.init_from=s3://bucket/run": "init_from=s3://bucket/run must be a path of a file system",
     "--config.lm.data.block_tokens=100000": "100000",
     "--config.lm.model.hidden_sise=8": "did you mean 'hidden_size'",
     "--config.lm.model.hidden_size=1e3": "1e3",
@@ -90,6 +91,22 @@ def test_the_message_names_a_bad_value(option, text, tmp_path, capsys, monkeypat
     recipe = f"--config=tests/tiny_recipe.py:{text}"
     assert BAD_VALUES[option] in refuse(capsys, monkeypatch, recipe, f"--workdir={workdir}", option)
     assert not workdir.exists()
+
+
+def test_a_remote_workdir_is_refused_before_anything_is_done(text, tmp_path, capsys, monkeypatch):
+    """`pathlib` would make a local folder `gs:`."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    tiny_recipe = f"--config={ROOT}/tests/tiny_recipe.py:{text}"
+    for flags_ in (
+        [tiny_recipe, "--workdir=gs://bucket/run"],
+        [tiny_recipe, "--workdir=gs://bucket/run", "--overwrite"],
+        [tiny_recipe, "--workdir=gs://bucket/run", "--mode=eval"],
+        [f"--config={ROOT}/configs/workdir.py:gs://bucket/run"],
+    ):
+        line = refuse(capsys, monkeypatch, *flags_)
+        assert "--workdir=gs://bucket/run must be a path of a file system" in line
+    assert not list((tmp_path / "here").iterdir())
 
 
 BAD_ARGUMENTS = {
@@ -315,6 +332,8 @@ def refusals(tmp_path_factory):
     commands["there"] = [model, "--prompt=x", f"--output={folder / 'there.jsonl'}"]
     commands["no folder"] = [model, "--prompt=x", f"--output={folder / 'no' / 'x.jsonl'}"]
     commands["no prompt"] = [model]
+    commands["remote"] = ["--workdir=gs://bucket/run", "--prompt=x"]
+    commands["remote output"] = [model, "--prompt=x", "--output=s3://bucket/x.jsonl"]
     # A run that has not begun to train its language model.
     untrained = folder / "untrained"
     shutil.copytree(folder / "energy", untrained, ignore=shutil.ignore_patterns("lm"))
@@ -351,6 +370,8 @@ def test_generation_names_the_bad_line_of_a_prompts_file(name, content, expected
         ("there", "there.jsonl is there already: give another name, or --overwrite"),
         ("no folder", "x.jsonl cannot be written: there is no such folder"),
         ("no prompt", "give a --prompt=TEXT"),
+        ("remote", "--workdir=gs://bucket/run must be a path of a file system"),
+        ("remote output", "--output=s3://bucket/x.jsonl must be a path of a file system"),
         ("untrained", "lm holds no checkpoint: train first"),
         ("no tokenizer", "tokenizer holds no readable tokenizer"),
     ],

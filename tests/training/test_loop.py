@@ -1,8 +1,10 @@
 """The training loop: accumulation, several devices, non-finite updates, resumed metrics."""
 
 import dataclasses
+import gc
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -13,7 +15,7 @@ import pytest
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.config import Config, resolve
-from calm_jax.data.loader import TrainingText
+from calm_jax.data.loader import TrainingText, training_batches
 from calm_jax.data.packing import MASKED, Blocks
 from calm_jax.data.tokenizers import Vocabulary
 from calm_jax.errors import UserError
@@ -28,6 +30,7 @@ from calm_jax.training.loop import Profile, Stage, Trainer
 from calm_jax.training.optimizer import make_optimizer
 from calm_jax.training.step import init_state, make_step
 from tests.tiny_recipe import get_config
+from tests.workdirs import params
 
 KEY = jax.random.key(0)
 
@@ -209,6 +212,60 @@ def test_the_state_stops_changing_after_too_many_nonfinite_updates():
     assert np.array_equal(last.params["kernel"], states[2].params["kernel"])
 
 
+def test_an_update_to_parameters_that_are_not_finite_is_skipped():
+    """Loss and gradient are finite, and the learning rate is far too high."""
+    config = tiny_config()
+    rate = dataclasses.replace(
+        config.lm.optimizer, learning_rate=3e38, weight_decay=1.0, warmup_steps=0
+    )
+    optimizer, mesh = make_optimizer(rate, 100), make_mesh(config.mesh)
+    batch = make_batch(4)
+    batch["tokens"] %= 200
+    state = init_state(Fragile(), optimizer, {}, batch, KEY, mesh)
+    gradient = jax.tree.map(jnp.ones_like, state.params)
+    updates, _ = optimizer.update(gradient, state.opt_state, state.params)
+    assert not np.isfinite(updates["kernel"]).any()
+    step = make_step(Fragile(), optimizer, config.lm.training, KEY, BYTES.pad_id)
+    after = jax.jit(step)(state, {}, batch)
+    assert (int(after.step), int(after.nonfinite_streak), int(after.nonfinite_total)) == (1, 1, 1)
+    assert np.array_equal(after.params["kernel"], state.params["kernel"])
+
+
+def test_poisoned_batches_are_skipped_counted_and_reported(tmp_path, capsys):
+    """Training goes on over them; checkpoints are finite and metrics.jsonl has their number."""
+    config = tiny_config()
+    tokens = np.ones((20, 32), np.int32)
+    tokens[[3, 11]] = 255
+    text = TrainingText([Blocks(tokens, np.full(20, 32), np.zeros(20, int))], ())
+    training = dataclasses.replace(
+        config.lm.training,
+        batch_size=2,
+        num_steps=20,
+        log_every=5,
+        eval_every=1000,
+        checkpoint_every=10,
+    )
+    batches = training_batches(text.rows(0), 2, 0, [0, 1], 0)
+    poisoned = [(next(batches)["tokens"] == 255).any() for _ in range(20)]
+    assert 2 <= sum(poisoned) <= 4
+    stage = Stage("lm", Fragile(), {}, None, text, 0, None, training, config.lm.optimizer, 1e6)
+    mesh, log = make_mesh(config.mesh), MetricsLog(tmp_path)
+    checkpointer = Checkpointer(tmp_path / "lm", 2)
+    none = Profile(-1, -1, "")
+    with jax.set_mesh(mesh):
+        Trainer(stage, 0, BYTES.pad_id, 1, mesh, checkpointer, log, {}, none).run()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    reported = [json.loads(line)["skipped_updates"] for line in lines]
+    assert reported == [sum(poisoned[:step]) for step in (5, 10, 15, 20)]
+    notes = re.findall(
+        r"lm: updates up to step \d+ that were skipped, .*: (\d+)", capsys.readouterr().out
+    )
+    assert sum(map(int, notes)) == sum(poisoned)
+    for step in (10, 20):
+        kernel = params(tmp_path, "lm", step)["kernel"]
+        assert np.isfinite(kernel).all() and not np.array_equal(kernel, np.ones(2))
+
+
 def test_training_that_stays_nonfinite_ends_with_an_error(tmp_path):
     """The error names the steps and the last good checkpoint."""
     config = tiny_config()
@@ -225,6 +282,8 @@ def test_training_that_stays_nonfinite_ends_with_an_error(tmp_path):
     with jax.set_mesh(mesh), pytest.raises(UserError, match=expected):
         trainer.run()
     assert [record["skipped_updates"] for record in log.records] == [1, 2]
+    assert os.listdir(tmp_path / "lm") == ["2"]
+    assert np.array_equal(params(tmp_path, "lm", 2)["kernel"], np.ones(2))
 
 
 def test_no_checkpoint_is_saved_after_too_many_nonfinite_updates(tmp_path):
@@ -256,6 +315,60 @@ def test_no_checkpoint_is_saved_after_too_many_nonfinite_updates(tmp_path):
         train_on(255, 60)
     train_on(1, 8)
     assert (tmp_path / "lm" / "8").is_dir()
+
+
+@dataclasses.dataclass(frozen=True)
+class Large(Fragile):
+    """`Fragile` with 4 MiB of parameters."""
+
+    def init(self, key):
+        return {"kernel": jnp.ones(2**20)}
+
+
+def live_bytes() -> int:
+    """Bytes of all arrays on the only device. An array and its shard are two with the same memory."""
+    gc.collect()
+    return sum({x.unsafe_buffer_pointer(): x.nbytes for x in jax.live_arrays()}.values())
+
+
+def test_a_trainer_holds_one_state_at_a_time(tmp_path, monkeypatch):
+    """Also at the moment when it restores a checkpoint, or takes initial parameters."""
+    config = tiny_config()
+    training = dataclasses.replace(config.lm.training, batch_size=2, num_steps=2, log_every=2)
+    blocks = Blocks(np.full((8, 32), 1, np.int32), np.full(8, 32), np.zeros(8, int))
+    text, mesh = TrainingText([blocks], ()), make_mesh(config.mesh)
+    stage = Stage("lm", Large(), {}, None, text, 0, None, training, config.lm.optimizer, 1e6)
+    params_bytes = 4 * 2**20
+    # Parameters and both moments of Adam; the rest of the state has some numbers.
+    state_bytes, few = 3 * params_bytes, 2**14
+    restore, seen = Checkpointer.restore, {}
+
+    def spied(*arguments):
+        seen["restore"] = live_bytes() - before
+        return restore(*arguments)
+
+    def initial():
+        seen["initial"] = live_bytes() - before
+        return Large().init(None)
+
+    def trainer(name: str, stage: Stage) -> Trainer:
+        checkpointer, none = Checkpointer(tmp_path / name, 2), Profile(-1, -1, "")
+        log = MetricsLog(tmp_path)
+        return Trainer(stage, 0, BYTES.pad_id, 1, mesh, checkpointer, log, {}, none)
+
+    monkeypatch.setattr(Checkpointer, "restore", spied)
+    with jax.set_mesh(mesh):
+        trainer("lm", stage).run()
+        before = live_bytes()
+        resumed = trainer("lm", stage)
+        assert seen.pop("restore") < few
+        assert state_bytes <= live_bytes() - before < state_bytes + few
+        assert resumed._first_step == 2
+        del resumed
+        begun = trainer("other", dataclasses.replace(stage, initial=initial))
+        assert seen == {"initial": pytest.approx(2 * params_bytes, abs=few)}
+        assert state_bytes <= live_bytes() - before < state_bytes + few
+        del begun
 
 
 def test_mfu_is_achieved_flops_over_the_devices_peak(tmp_path, monkeypatch):

@@ -7,11 +7,11 @@ an interruption the same command continues, on any number of workers, and the re
 """
 
 import os
-import pathlib
 
 from absl import app, flags
 
 from calm_jax.cli.command import command
+from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import parse_flags
 from calm_jax.data.files import find_files
 from calm_jax.data.prepare.options import KEY, Options
@@ -78,8 +78,7 @@ def main(argv: list[str]) -> None:
     ):
         if not value:
             raise UserError(f"give {name}")
-    if "://" in _OUTPUT.value:
-        raise UserError(f"--output={_OUTPUT.value} must be a folder of a file system")
+    output = local_path(_OUTPUT.value, "--output")
     if _WORKERS.value < 0 or (_WORKERS.value and _SCHEDULER.value):
         raise UserError(
             f"--workers={_WORKERS.value} must not be negative, and cannot be combined with --scheduler"
@@ -102,7 +101,6 @@ def main(argv: list[str]) -> None:
     tokenizer, _ = open_tokenizer(_TOKENIZER.value)
     files = find_files(_INPUT.value, KEY)
     workers = _WORKERS.value or len(os.sched_getaffinity(0))
-    output = pathlib.Path(_OUTPUT.value)
     index = prepare(files, tokenizer, output, options, workers, _SCHEDULER.value)
     for reason, count in index["left_out"].items():
         what = f"the rest of {count:,} files" if reason.endswith("file") else f"{count:,} documents"

@@ -1,14 +1,13 @@
 """The preparation of a whole folder: what an earlier run left in it, the two passes, and the index."""
 
-import contextlib
-import fcntl
 import functools
 import json
 import pathlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from calm_jax.cli.ownership import LOCK, owned
 from calm_jax.data.prepare import make_shards, scan
 from calm_jax.data.prepare.cluster import Cluster, Progress
 from calm_jax.data.prepare.options import KEY, Input, Options
@@ -21,20 +20,6 @@ from calm_jax.errors import UserError
 _MOST_SHARDS = 8
 
 
-@contextlib.contextmanager
-def _locked(output: pathlib.Path) -> Iterator[None]:
-    """Locks the folder. Raises `UserError` if another process has locked it."""
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(output / "lock", "w"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--output={output}: another process is preparing it") from None
-        except OSError as error:
-            raise UserError(f"{output} cannot be written: {error.strerror or error}") from error
-        yield
-
-
 def _refuse_foreign(output: pathlib.Path) -> None:
     """Makes the folder if necessary. Raises `UserError` if it contains anything but a preparation."""
     try:
@@ -43,7 +28,7 @@ def _refuse_foreign(output: pathlib.Path) -> None:
     except OSError as error:
         raise UserError(f"--output={output} cannot be made: {error.strerror}") from error
     # A run that was killed before it wrote inputs.json leaves only these.
-    others = {name for name in names if name != "lock" and not name.startswith("inputs.json.")}
+    others = {name for name in names if name != LOCK and not name.startswith("inputs.json.")}
     if others and "inputs.json" not in names:
         raise UserError(f"--output={output} is not empty and no prepared text: give another folder")
 
@@ -182,7 +167,7 @@ def prepare(
         print(f"{output} is prepared, there is nothing to do")
         shutil.rmtree(work, ignore_errors=True)
         return PreparedText(output).index
-    with _locked(output):
+    with owned(output, f"--output={output}"):
         _begin(output, about)
         try:
             tokenizer.save(output / "tokenizer")

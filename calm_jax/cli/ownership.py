@@ -1,0 +1,87 @@
+"""One owner for a folder: a command that writes to a folder locks it, and a second command is refused. Reading needs no lock.
+
+The lock is the operating system's (`flock`), on the file `lock` in the folder. It therefore ends with its process, however
+that ends, and nobody has to delete anything afterwards. On a network file system it holds between machines as far as that
+passes locks on: NFS from version 4 on, Lustre and GPFS if they are mounted with locks. Where a file system has no locks at
+all, the command says so and goes on without one.
+"""
+
+import contextlib
+import errno
+import os
+import pathlib
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import filelock
+
+from calm_jax.errors import UserError
+
+# The locked file. Its content says who owns the folder; it is empty when nobody does, or the owner was killed before.
+LOCK = "lock"
+# How a file system says that it has no locks.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+def _sign(lock: int) -> None:
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    os.truncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()} since {now}".encode(), 0)
+
+
+def _owner(folder: pathlib.Path) -> str:
+    try:
+        return (folder / LOCK).read_text(encoding="utf-8", errors="replace")[:200]
+    except OSError:
+        return ""
+
+
+@contextlib.contextmanager
+def owned(folder: pathlib.Path, flag: str) -> Iterator[None]:
+    """Makes `folder` if it is missing and owns it inside the `with` block, until which it holds the file `lock`.
+
+    A folder that was made here and has nothing but the lock afterwards is removed again, with the parents made for it.
+
+    Args:
+      folder: the folder to write to.
+      flag: the flag that names it, with its value, for messages.
+
+    Raises:
+      UserError: if another process owns the folder, or if it cannot be written.
+    """
+    missing = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+    lock = filelock.FileLock(
+        folder / LOCK, timeout=0, fallback_to_soft=False, preserve_lock_file=True, on_acquired=_sign
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except filelock.Timeout as error:
+        owner = _owner(folder) or "another process"
+        raise UserError(
+            f"{flag} is in use: {owner} writes to it; wait for its end, stop it, or give another folder"
+        ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise UserError(f"{flag} cannot be written: {error.strerror or error}") from error
+        print(
+            f"note: {flag} is on a file system without locks: let no other command write to it",
+            file=sys.stderr,
+        )
+    try:
+        locked = os.stat(folder / LOCK)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            # Not so if the folder was renamed meanwhile, and another process has made one of this name.
+            if os.path.samestat(os.stat(folder / LOCK), locked):
+                os.truncate(folder / LOCK, 0)
+                if missing and os.listdir(folder) == [LOCK]:
+                    (folder / LOCK).unlink()
+        for path in missing:
+            # Fails for a folder that is not empty, as after a success.
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        lock.release()

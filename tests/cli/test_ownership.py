@@ -1,0 +1,81 @@
+"""A folder has one owner: a second process is refused, and the folder of a killed one is taken over. Real processes."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from calm_jax.cli.files import atomic_folder
+from calm_jax.cli.ownership import owned
+from calm_jax.errors import UserError
+from tests.workdirs import ROOT
+
+OWN = """
+import pathlib, sys, time
+from calm_jax.cli.files import atomic_folder
+from calm_jax.cli.ownership import owned
+kind, path = sys.argv[1], pathlib.Path(sys.argv[2])
+with owned(path, f"--flag={path}") if kind == "owned" else atomic_folder(path, "--flag") as folder:
+    (folder or path).joinpath("half").write_text("written")
+    print("owns it", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def owner(kind: str, path):
+    """A process that owns a folder, and is killed at the end."""
+    command = [sys.executable, "-c", OWN, kind, str(path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "owns it\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("kind", ["owned", "atomic_folder"])
+def test_a_second_process_is_refused_and_a_killed_one_replaced(kind, tmp_path):
+    path = tmp_path / "new" / "folder"
+    own = {"owned": owned, "atomic_folder": lambda *_: atomic_folder(path, "--flag")}[kind]
+    with owner(kind, path) as process:
+        # A stopped process, too, is an owner: it may go on.
+        process.send_signal(signal.SIGSTOP)
+        for _ in range(2):
+            with pytest.raises(UserError) as refused, own(path, f"--flag={path}"):
+                pass
+            expected = (
+                rf"--flag={path} is in use: process {process.pid} on {socket.gethostname()} since [-\d]+ [:\d]+ UTC "
+                "writes to it; wait for its end, stop it, or give another folder"
+            )
+            assert re.fullmatch(expected, str(refused.value))
+    with own(path, f"--flag={path}") as folder:
+        assert set(os.listdir(folder or path)) == ({"lock"} if folder else {"half", "lock"})
+        (path / "half").unlink() if kind == "owned" else (folder / "whole").touch()
+    # The killed process made the folder, so that it stays, with an empty lock that nobody has to delete.
+    left = {"owned": ["lock"], "atomic_folder": ["whole"]}[kind]
+    assert os.listdir(path) == left and os.listdir(path.parent) == ["folder"]
+
+
+def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):
+    with pytest.raises(ZeroDivisionError), owned(tmp_path / "a" / "b", "--flag"):
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "a" / "b", "--flag") as folder:
+        (folder / "half").touch()
+        raise ZeroDivisionError
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match=r"^--flag cannot be written: "),
+        owned(tmp_path / "file" / "folder", "--flag"),
+    ):
+        pass

@@ -1,0 +1,192 @@
+"""Checksums of checkpoints: their definition, on any mesh, and damaged bits of a stored checkpoint."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calm_jax.errors import UserError
+from calm_jax.parallel.mesh import MeshConfig, make_mesh
+from calm_jax.training.checkpoint import Checkpointer, load_params
+from calm_jax.training.checksums import checksums
+from tests.workdirs import ROOT
+
+# Of more than one block, of parts of a block, and with as few axes and elements as there can be.
+SHAPES = [(), (1,), (7,), (70000,), (0, 3), (3, 5), (300, 257), (2, 130, 300), (1, 2, 3, 4)]
+
+
+def tree_of(seed: int) -> dict:
+    rng = np.random.default_rng(seed)
+    tree = {f"{number}/kernel": rng.standard_normal(shape) for number, shape in enumerate(SHAPES)}
+    tree = {name: np.float32(value) for name, value in tree.items()}
+    return tree | {
+        "half": np.asarray(jnp.bfloat16(tree["6/kernel"])),
+        "step": np.int32(rng.integers(99)),
+    }
+
+
+def mixed(x: int) -> int:
+    x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
+    return x ^ (x >> 16)
+
+
+def defined(array: np.ndarray) -> str:
+    """The checksum, one element after the other."""
+    first = second = 0
+    bits = np.ascontiguousarray(array).reshape(-1).view(f"uint{8 * array.itemsize}")
+    for place, element in enumerate(bits.tolist()):
+        odd = (2 * place + 1) % 2**32
+        hashed = mixed(element * odd % 2**32)
+        first, second = (first + hashed) % 2**32, (second + hashed * odd) % 2**32
+    return f"{first:08x}{second:08x}"
+
+
+def mesh_of(data: int, fsdp: int, tensor: int):
+    return make_mesh(
+        MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor]
+    )
+
+
+def test_a_checksum_is_its_definition():
+    tree = tree_of(0)
+    expected = {name: defined(np.asarray(value)) for name, value in tree.items()}
+    assert checksums(jax.tree.map(jnp.asarray, tree)) == expected
+
+
+def test_every_bit_changes_both_halves_of_a_checksum():
+    value = np.random.default_rng(0).standard_normal(6).astype(np.float32)
+    whole = defined(value)
+    for bit in range(value.nbytes * 8):
+        bits = value.copy().view(np.uint8)
+        bits[bit // 8] ^= 1 << bit % 8
+        other = defined(bits.view(np.float32))
+        assert other[:8] != whole[:8] and other[8:] != whole[8:]
+    # A sum alone would not see these.
+    assert defined(value[::-1]) != whole and defined(-value) != whole
+
+
+ON_MESHES = """
+import json
+import jax
+from calm_jax.parallel.mesh import shardings
+from calm_jax.training.checksums import checksums
+from tests.training.test_checkpoint import mesh_of, on_meshes
+found = []
+for sizes in ((1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 4)):
+    mesh, tree = mesh_of(*sizes), on_meshes()
+    tree = jax.device_put(tree, shardings(tree, mesh))
+    split = sum(not leaf.is_fully_replicated for leaf in jax.tree.leaves(tree))
+    found.append([split, checksums(tree)])
+print(json.dumps(found))
+"""
+
+
+def on_meshes() -> dict:
+    """The parameters of the tiny recipe, by which the table of shardings splits most arrays."""
+    from tests.tiny_model import tiny
+
+    return tiny().params
+
+
+@pytest.mark.slow
+def test_checksums_are_the_same_on_every_mesh():
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    out = subprocess.run(
+        [sys.executable, "-c", ON_MESHES],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": flags},
+        timeout=500,
+        check=False,
+    )
+    assert out.returncode == 0, out.stderr
+    (_, single), *others = json.loads(out.stdout)
+    assert all(found == single for _, found in others)
+    # With data parallelism alone nothing is split.
+    assert [split > 5 for split, _ in others] == [False, True, True, True]
+
+
+def save(folder: pathlib.Path) -> dict[int, tuple[dict, dict]]:
+    """Saves two checkpoints and returns what was saved, by step."""
+    mesh, saved = mesh_of(1, 1, 1), {}
+    checkpointer = Checkpointer(folder, 2)
+    for step in (10, 20):
+        rng = np.random.default_rng(step)
+        make = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731, B023
+        params = {"layers": {"kernel": make(4, 40, 30)}, "norm": {"scale": make(30)}}
+        rest = {"step": np.int32(step), "mu": jax.tree.map(np.square, params)}
+        with jax.set_mesh(mesh):
+            arrays = jax.tree.map(jnp.asarray, (params, rest))
+            checkpointer.save(step, *arrays, {"tokenizer": "bytes"})
+        saved[step] = params, rest
+    checkpointer.close()
+    return saved
+
+
+def load(folder: pathlib.Path, like: tuple[dict, dict]) -> tuple[dict, dict]:
+    """What a resumed training reads, after a look at the parameters alone."""
+    mesh = mesh_of(1, 1, 1)
+    with jax.set_mesh(mesh):
+        params = load_params(folder, like[0], mesh)
+        checkpointer = Checkpointer(folder, 2)
+        try:
+            assert checkpointer.about()["tokenizer"]
+            restored = checkpointer.restore(*like, mesh)
+        finally:
+            checkpointer.close()
+    assert same(params, restored[0])
+    return restored
+
+
+def same(left, right) -> bool:
+    equal = jax.tree.map(np.array_equal, left, right)
+    return all(jax.tree.leaves(equal))
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_is_found_and_the_checkpoint_before_it_offered(tmp_path):
+    """Every file of a checkpoint, 60 bits. What is loaded is what was saved; else the line names the checkpoint."""
+    saved = save(tmp_path / "lm")
+    whole = tmp_path / "lm" / "20"
+    shutil.copytree(whole, tmp_path / "whole")
+    files = sorted(path for path in whole.rglob("*") if path.is_file() and path.stat().st_size)
+    sizes = np.array([path.stat().st_size for path in files])
+    rng, found = np.random.default_rng(0), []
+    for number in range(60):
+        # Half of the bits in any file, half of them in any byte, and most bytes are those of the arrays.
+        chosen = None if number % 2 else sizes / sizes.sum()
+        file = files[rng.choice(len(files), p=chosen)]
+        data = bytearray(file.read_bytes())
+        data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        file.write_bytes(data)
+        try:
+            assert same(load(tmp_path / "lm", saved[20]), saved[20]), file
+        except UserError as error:
+            found.append(str(error))
+            assert found[-1].startswith(f"the checkpoint {whole} is damaged (")
+            move = f"`mv {whole} {whole}.damaged`"
+            assert f"{move} makes the one of step 10 the latest" in found[-1]
+        shutil.rmtree(whole)
+        shutil.copytree(tmp_path / "whole", whole)
+    assert sum("another checksum" in line for line in found) > 5
+    whole.rename(f"{whole}.damaged")
+    assert same(load(tmp_path / "lm", saved[10]), saved[10])
+
+
+def test_a_checkpoint_without_checksums_is_read(tmp_path):
+    """As earlier commits wrote them."""
+    saved = save(tmp_path / "lm")
+    path = tmp_path / "lm" / "20" / "about" / "metadata"
+    about = json.loads(path.read_text())
+    assert set(about.pop("checksums")) == {"params", "training"}
+    path.write_text(json.dumps(about))
+    assert same(load(tmp_path / "lm", saved[20]), saved[20])
