@@ -32,7 +32,7 @@ _FLOOR_NGRAMS = 2**23
 
 
 def read_corpus(config: Config) -> Corpus:
-    """Reads the text that the config's stages need, and prints how many records were left out, and why.
+    """Reads the text that the config's stages need, and prints what was left out or held out, and why.
 
     Raises `UserError` for files that are missing, bad or empty.
     """
@@ -46,6 +46,11 @@ def read_corpus(config: Config) -> Corpus:
     for reason, count in corpus.skipped.items():
         if count:
             print(f"data: {count} records left out: {reason}")
+    for text in corpus.cut:
+        print(
+            f"data: {text.name} is the only document: the last {text.held_out:,} of its {text.characters:,} characters are "
+            "held out for validation"
+        )
     return corpus
 
 
