@@ -179,10 +179,11 @@ class Dataset:
         return self._floor(train_N4, self.validation("lm"), config.eval.published)
 
     def equal_context_floor(self) -> brier.Score:
-        """The frequency floor of the equal-context protocol. Every K has the same one.
+        """The frequency floor of the equal-context protocol. Every K has the same one."""
+        return self._floor(self.training_ngrams(), self.windows(), self._config.eval.equal_context)
 
-        Frequencies are counted over the training n-grams from every token on.
-        """
+    def training_ngrams(self) -> np.ndarray:
+        """The n-grams of four tokens that start at every token of the training documents, [N, 4]."""
         num_tokens = sum(
             source.num_tokens if isinstance(source, PreparedText) else sum(map(len, source.encoded))
             for source in self._sources
@@ -194,9 +195,7 @@ class Dataset:
             for document in self._whole_documents(source, stride)
             if len(document) >= ORDERS
         ]
-        return self._floor(
-            np.concatenate(train_N4), self.windows(), self._config.eval.equal_context
-        )
+        return np.concatenate(train_N4)
 
     def check_scored(self) -> None:
         """Raises `UserError` if the validation text has no n-gram to score; with prompts, only prints it."""
