@@ -228,9 +228,13 @@ def block_sums(terms_BP4: Array, counted_BP4: Array) -> BlockSums:
     """The sums over a batch of blocks; only the terms where `counted` (bool) is true count."""
     chex.assert_equal_shape([terms_BP4, counted_BP4])
     sums_B4 = jnp.where(counted_BP4, terms_BP4, 0).sum(1)
-    each_B8 = jnp.concatenate([sums_B4, counted_BP4.sum(1, dtype=jnp.float32)], axis=-1)
+    return sums_of(jnp.concatenate([sums_B4, counted_BP4.sum(1, dtype=jnp.float32)], axis=-1))
+
+
+def sums_of(each_B8: Array) -> BlockSums:
+    """The sums over blocks of which each has its own eight numbers: sums of terms, then numbers of positions."""
     product = jnp.einsum("BI,BJ->IJ", each_B8, each_B8, precision="highest")
-    return BlockSums(each_B8.sum(0), product, counted_BP4.any((1, 2)).sum())
+    return BlockSums(each_B8.sum(0), product, each_B8[:, ORDERS:].any(-1).sum())
 
 
 class Score(NamedTuple):
@@ -288,13 +292,21 @@ def score(sums: BlockSums) -> Score:
 def frequency_floor(train_N4: np.ndarray, target_BP4: np.ndarray, counted_BP4: np.ndarray) -> Score:
     """The score of the context-free model that samples n-grams by their frequency in the training text.
 
-    A floor for trained models. The Brier terms are exact, `2 p_n(y) - sum p_n^2`, where p_n are the frequencies of the
-    first n of four tokens. Computed on the host.
+    A floor for trained models. Its Brier terms are exact.
 
     Args:
         train_N4: four-token windows of the training text.
         target_BP4: the scored windows of each block.
         counted_BP4: bool, which of their first n tokens are scored (see `counted`).
+    """
+    terms_BP4 = frequency_terms(train_N4, target_BP4)
+    return score(block_sums(jnp.asarray(terms_BP4, jnp.float32), jnp.asarray(counted_BP4)))
+
+
+def frequency_terms(train_N4: np.ndarray, target_BP4: np.ndarray) -> np.ndarray:
+    """The exact Brier terms of sampling n-grams by their frequency, `2 p_n(y) - sum p_n^2`, float64 [B, P, 4].
+
+    p_n are the frequencies of the first n of four tokens in the training text. Computed on the host.
     """
     both = np.concatenate([train_N4, target_BP4.reshape(-1, ORDERS)]).astype(np.int64)
     vocab_size = both.max() + 1
@@ -305,5 +317,4 @@ def frequency_floor(train_N4: np.ndarray, target_BP4: np.ndarray, counted_BP4: n
         count = np.bincount(prefix[: len(train_N4)], minlength=prefix.max() + 1)
         frequency = count / len(train_N4)
         terms.append(2 * frequency[prefix[len(train_N4) :]] - (frequency**2).sum())
-    terms_BP4 = np.stack(terms, axis=-1).reshape(target_BP4.shape)
-    return score(block_sums(jnp.asarray(terms_BP4, jnp.float32), jnp.asarray(counted_BP4)))
+    return np.stack(terms, axis=-1).reshape(target_BP4.shape)

@@ -55,7 +55,7 @@ def get_config() -> ConfigDict:
     # Of documents with equal text, keep the first only.
     config.data.deduplicate = False
     # Without validation_files, one document in this many is held out for validation, chosen by a hash of its file name and
-    # line number.
+    # line number. Of an only document, the last characters are held out: one in this many.
     config.data.holdout_every = 20
     # What to do with a malformed record: "raise" ends the run with its file and line; "skip" leaves it out and reports how
     # many there were.
@@ -70,8 +70,8 @@ def get_config() -> ConfigDict:
     # The tokenizer's file: Llama 3's tokenizer.model (tiktoken ranks) or tokenizer.json, or a SentencePiece model. Empty
     # with "sentencepiece": a SentencePiece model is trained on the training text.
     config.tokenizer.path = ""
-    # Vocabulary size of a SentencePiece model that is trained here. Other tokenizers have a fixed vocabulary (Llama 3: 128,257
-    # with the pad token) and ignore it.
+    # Vocabulary size of a SentencePiece model that is trained here, at least 300. Characters that find no room in it are
+    # encoded as bytes. Other tokenizers have a fixed vocabulary (Llama 3: 128,257 with the pad token) and ignore it.
     config.tokenizer.vocab_size = 512
 
     # --- Stage 1: the autoencoder (paper, section 2); not used with a softmax head ------------------

@@ -80,6 +80,59 @@ class Progress:
             self._bar.stop()
 
 
+# Seconds after which work says how long it will still take, and between two such lines where there is no terminal.
+_PATIENCE = 10.0
+_BETWEEN_LINES = 30.0
+
+
+class Countdown:
+    """How much of some work is done, and the time left, on stderr: nothing for work of less than ten seconds.
+
+    A live line on a terminal, else a line every half minute. A context manager, which clears the live line.
+
+    Args:
+      what: the work, as the line begins.
+      total: how many things it has.
+      unit: what they are called.
+    """
+
+    def __init__(self, what: str, total: int, unit: str):
+        self._what, self._total, self._unit = what, total, unit
+        self._live = sys.stderr.isatty()
+        self._next = time.monotonic() + _PATIENCE
+        # The first things take longer than the others, where a program is compiled for them.
+        self._first: tuple[float, int] | None = None
+        self._width = 0
+
+    def done(self, number: int) -> None:
+        """Notes that `number` things are done, in all."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now, number
+        began, first = self._first
+        if now < self._next or number == first:
+            return
+        self._next = now + (1.0 if self._live else _BETWEEN_LINES)
+        left = (now - began) / (number - first) * (self._total - number)
+        line = f"{self._what}: {number:,} of {self._total:,} {self._unit}, {duration(left)} left"
+        self._show(line)
+
+    def _show(self, line: str) -> None:
+        if not self._live:
+            print(line, file=sys.stderr, flush=True)
+            return
+        print(f"\r{line:{self._width}}", end="", file=sys.stderr, flush=True)
+        self._width = len(line)
+
+    def __enter__(self) -> "Countdown":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._width:
+            self._show("")
+            print("\r", end="", file=sys.stderr, flush=True)
+
+
 def console() -> rich.console.Console:
     """A console for tables: as wide as the terminal, else 120 columns."""
     return rich.console.Console(width=None if sys.stdout.isatty() else 120)

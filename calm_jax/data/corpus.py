@@ -9,6 +9,7 @@ import os
 import pathlib
 import sysconfig
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from absl import logging
 
@@ -101,6 +102,14 @@ def _is_folder(entry: str) -> bool:
 Source = list[Document] | PreparedText
 
 
+class Cut(NamedTuple):
+    """A document whose end is held out: its name, its number of characters, and how many of them are held out."""
+
+    name: str
+    characters: int
+    held_out: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     """Training and validation text.
@@ -110,12 +119,14 @@ class Corpus:
         autoencoder_sources: the text of `data.autoencoder_files`, or `sources` if that key is empty.
         validation: the documents to score on.
         skipped: the number of records left out, by reason.
+        cut: the documents whose end is held out, as they are the only ones of their source.
     """
 
     sources: tuple[Source, ...]
     autoencoder_sources: tuple[Source, ...]
     validation: list[Document]
     skipped: dict[str, int]
+    cut: tuple["Cut", ...]
 
     @property
     def train(self) -> list[Document]:
@@ -270,6 +281,18 @@ def _split(documents: list[Document], every: int) -> tuple[list[Document], list[
     return train, [document for document, out in zip(documents, held_out, strict=True) if out]
 
 
+def _cut_end(text: str, every: int) -> int:
+    """Where the held-out end of a text begins: its last 1/`every`, and up to half as much more to begin with a line.
+
+    It depends on the text alone, so that a run that goes on has the same split. Equal to the length of a text of fewer
+    than `every` characters, of which nothing can be held out.
+    """
+    share = len(text) // every
+    latest = len(text) - share
+    line = text.rfind("\n", latest - share // 2, latest) + 1
+    return line or latest
+
+
 def load_corpus(
     config: DataConfig, with_train: bool = True, with_autoencoder: bool = True
 ) -> Corpus:
@@ -308,10 +331,13 @@ def load_corpus(
         sources = [standard_library_documents()]
     if config.validation_files:
         validation = reader.validation(config.validation_files, "data.validation_files")
+        cut: list[Cut] = []
     else:
-        sources, validation = _hold_out(sources, config)
+        sources, validation, cut = _hold_out(sources, config)
     train = tuple(sources)
-    return Corpus(train, tuple(autoencoder_sources) or train, validation, dict(reader.skipped))
+    return Corpus(
+        train, tuple(autoencoder_sources) or train, validation, dict(reader.skipped), tuple(cut)
+    )
 
 
 def _warn_of_overlap(config: DataConfig) -> None:
@@ -327,18 +353,39 @@ def _warn_of_overlap(config: DataConfig) -> None:
             )
 
 
-def _hold_out(sources: Sequence[Source], config: DataConfig) -> tuple[list[Source], list[Document]]:
-    """Moves a part of every source to the validation text; returns what is left of the sources, and the validation text."""
+def _hold_out(
+    sources: Sequence[Source], config: DataConfig
+) -> tuple[list[Source], list[Document], list[Cut]]:
+    """Moves a part of every source to the validation text: some documents, or the end of an only one.
+
+    Returns `(sources, validation, cut)`: what is left of the sources, the validation text, and the documents whose end
+    was taken.
+    """
     kept: list[Source] = []
     validation: list[Document] = []
+    cut: list[Cut] = []
     for documents in sources:
         assert not isinstance(documents, PreparedText)  # `load_corpus` refuses it
-        if len(documents) == 1:
-            raise UserError(
-                f"data.train_files={config.train_files!r} holds one document, which cannot be both trained on and held "
-                "out: name other files for validation with --config.data.validation_files=GLOB"
-            )
-        train, held_out = _split(documents, config.holdout_every)
+        if len(documents) > 1:
+            train, held_out = _split(documents, config.holdout_every)
+        else:
+            (document,) = documents
+            end = _cut_end(document.text, config.holdout_every)
+            _check_cut(document, end, config)
+            train = [Document(document.name, document.text[:end])]
+            held_out = [Document(document.name, document.text[end:])]
+            characters = len(document.text)
+            cut.append(Cut(document.name, characters, characters - end))
         kept.append(train)
         validation += held_out
-    return kept, validation
+    return kept, validation, cut
+
+
+def _check_cut(document: Document, end: int, config: DataConfig) -> None:
+    """Raises `UserError` if the only document of a source cannot be both trained on and held out."""
+    if config.prompt_field or end == len(document.text):
+        what = "record" if config.prompt_field else f"document of {len(document.text)} characters"
+        raise UserError(
+            f"data.train_files={config.train_files!r} holds one {what}, which cannot be both trained on and held "
+            "out: name other files for validation with --config.data.validation_files=GLOB"
+        )

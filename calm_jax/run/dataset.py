@@ -32,7 +32,7 @@ _FLOOR_NGRAMS = 2**23
 
 
 def read_corpus(config: Config) -> Corpus:
-    """Reads the text that the config's stages need, and prints how many records were left out, and why.
+    """Reads the text that the config's stages need, and prints what was left out or held out, and why.
 
     Raises `UserError` for files that are missing, bad or empty.
     """
@@ -46,6 +46,11 @@ def read_corpus(config: Config) -> Corpus:
     for reason, count in corpus.skipped.items():
         if count:
             print(f"data: {count} records left out: {reason}")
+    for text in corpus.cut:
+        print(
+            f"data: {text.name} is the only document: the last {text.held_out:,} of its {text.characters:,} characters are "
+            "held out for validation"
+        )
     return corpus
 
 
@@ -174,10 +179,11 @@ class Dataset:
         return self._floor(train_N4, self.validation("lm"), config.eval.published)
 
     def equal_context_floor(self) -> brier.Score:
-        """The frequency floor of the equal-context protocol. Every K has the same one.
+        """The frequency floor of the equal-context protocol. Every K has the same one."""
+        return self._floor(self.training_ngrams(), self.windows(), self._config.eval.equal_context)
 
-        Frequencies are counted over the training n-grams from every token on.
-        """
+    def training_ngrams(self) -> np.ndarray:
+        """The n-grams of four tokens that start at every token of the training documents, [N, 4]."""
         num_tokens = sum(
             source.num_tokens if isinstance(source, PreparedText) else sum(map(len, source.encoded))
             for source in self._sources
@@ -189,9 +195,7 @@ class Dataset:
             for document in self._whole_documents(source, stride)
             if len(document) >= ORDERS
         ]
-        return self._floor(
-            np.concatenate(train_N4), self.windows(), self._config.eval.equal_context
-        )
+        return np.concatenate(train_N4)
 
     def check_scored(self) -> None:
         """Raises `UserError` if the validation text has no n-gram to score; with prompts, only prints it."""

@@ -34,8 +34,17 @@ def _with_error(values: Mapping, name: str, scale: float) -> str:
     return text if error is None or error != error else f"{text} ± {scale * error:.2f}"
 
 
+def brier_columns(values: Mapping) -> list[str]:
+    """BrierLM and 100 x Brier 1 to 4 of `brier.as_values`, with their standard errors."""
+    return [_with_error(values, "brierlm", 1), *_factors(values)]
+
+
+def _factors(values: Mapping) -> list[str]:
+    return [_with_error(values, f"brier_{order}", 100) for order in range(1, 5)]
+
+
 def _brier(values: Mapping) -> str:
-    return ", ".join(_with_error(values, f"brier_{order}", 100) for order in range(1, 5))
+    return ", ".join(_factors(values))
 
 
 _LOSSES = {

@@ -230,10 +230,46 @@ def test_each_split_gets_a_document_even_if_the_hash_gives_it_none(tmp_path, hel
     assert load_corpus(data_config(tmp_path / "*.txt")) == corpus
 
 
-def test_one_document_cannot_be_split(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(UserError, match="holds one document"):
-        load_corpus(data_config(tmp_path / "a.txt"))
+LINES = "".join(f"line {number}\r\n" for number in range(1000))
+ONE_LINE = "一二三四五六七八九十" * 100
+
+
+@pytest.mark.parametrize("text", [LINES, ONE_LINE], ids=["lines", "one line"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_of_an_only_document_the_end_is_held_out(tmp_path, suffix, text):
+    file = tmp_path / f"input{suffix}"
+    content = text if suffix == ".txt" else json.dumps({"text": text}) + "\n"
+    file.write_bytes(content.encode())
+    corpus = load_corpus(data_config(file, holdout_every=20))
+    (train,), (validation,) = corpus.train, corpus.validation
+    assert train.text + validation.text == text
+    assert len(text) / 20 <= len(validation.text) < 1.5 * len(text) / 20 + 1
+    assert text is ONE_LINE or (train.text[-1] == "\n" and validation.text.startswith("line "))
+    assert corpus.cut == ((train.name, len(text), len(validation.text)),)
+    assert load_corpus(data_config(file, holdout_every=20)) == corpus
+
+
+def test_of_each_source_of_a_mixture_an_only_document_is_cut(tmp_path):
+    (tmp_path / "a.txt").write_text(LINES)
+    for name in ("b", "c"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    files = f"{tmp_path}/a.txt,{tmp_path}/*.jsonl"
+    corpus = load_corpus(data_config(files, mixture=(0.5, 0.5), holdout_every=20))
+    assert [cut.name for cut in corpus.cut] == ["a.txt"]
+    assert [len(source) for source in corpus.sources] == [1, 1]
+    assert len(corpus.validation) == 2
+
+
+def test_a_document_too_short_to_hold_out_its_end_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 19)
+    with pytest.raises(UserError, match="holds one document of 19 characters"):
+        load_corpus(data_config(tmp_path / "a.txt", holdout_every=20))
+
+
+def test_an_only_record_with_a_prompt_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "p" * 100, "text": "t" * 100}) + "\n")
+    with pytest.raises(UserError, match="holds one record"):
+        load_corpus(data_config(tmp_path / "a.jsonl", prompt_field="prompt"))
 
 
 @pytest.mark.parametrize(

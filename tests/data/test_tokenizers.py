@@ -171,6 +171,49 @@ def test_trained_sentencepiece_has_its_size_and_learns(sentencepiece_model):
     assert again.fingerprint == tokenizer.fingerprint
 
 
+def many_characters() -> str:
+    """Text of about a thousand characters, the more frequent the smaller their number."""
+    rng = random.Random(3)
+    letters = [chr(0x4E00 + int(rng.expovariate(0.002))) for _ in range(2000)]
+    words = ["".join(letters[i : i + 2]) for i in range(0, len(letters), 2)]
+    return "".join(rng.choices(words, k=20_000)) + "\n"
+
+
+@pytest.mark.parametrize("vocab_size", [300, 512])
+def test_sentencepiece_trains_on_more_characters_than_it_has_pieces(vocab_size):
+    text = many_characters()
+    assert len(set(text)) > vocab_size
+    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", "", vocab_size), [text])
+    assert tokenizer.vocab_size == vocab_size
+    texts = [text, *NASTY, *random_texts(20, avoid=SPACE_MARK)]
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
+    assert len(tokenizer.encode(text)) < 0.95 * len(text.encode())
+
+
+def test_sentencepiece_has_the_same_options_wherever_they_train():
+    """A model contains its options: others would give existing recipes another tokenizer."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=340,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        max_sentence_length=16_000,
+        character_coverage=0.999,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=3,
+        minloglevel=2,
+    )
+    config = TokenizerConfig("sentencepiece", "", 340)
+    assert make_tokenizer(config, TEXTS).model == model.getvalue()
+
+
 def test_sentencepiece_learns_from_the_end_of_a_long_document():
     """SentencePiece silently drops sentences longer than its limit."""
     rng = random.Random(2)
@@ -451,14 +494,19 @@ def test_missing_model_file_is_named(tmp_path, kind):
         make_tokenizer(TokenizerConfig(kind, path, 512), ())
 
 
-def test_vocabulary_that_the_corpus_cannot_fill_is_refused():
-    with pytest.raises(UserError, match=r"tokenizer\.vocab_size=5000"):
-        make_tokenizer(TokenizerConfig("sentencepiece", "", 5000), TEXTS)
+@pytest.mark.parametrize("texts", [TEXTS, [many_characters()[:3000]]], ids=["few", "many"])
+def test_a_vocabulary_that_the_text_cannot_fill_is_refused_with_one_that_it_can(texts):
+    with pytest.raises(UserError, match=r"tokenizer\.vocab_size=50000: .*more text") as error:
+        make_tokenizer(TokenizerConfig("sentencepiece", "", 50_000), texts)
+    size = int(str(error.value).partition("--config.tokenizer.vocab_size=")[2])
+    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", "", size), texts)
+    assert tokenizer.vocab_size == size
 
 
-def test_empty_training_text_is_refused():
-    with pytest.raises(UserError, match="SentencePiece cannot train"):
-        make_tokenizer(TokenizerConfig("sentencepiece", "", 300), [])
+@pytest.mark.parametrize("texts", [[], ["hello world"], ["\u2585" * 1000]])
+def test_text_too_short_for_any_vocabulary_is_refused(texts):
+    with pytest.raises(UserError, match=r"more text, or --config\.tokenizer\.kind=bytes"):
+        make_tokenizer(TokenizerConfig("sentencepiece", "", 300), texts)
 
 
 BYTE_RANKS = tiny_ranks().splitlines(keepends=True)

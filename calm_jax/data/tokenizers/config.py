@@ -11,6 +11,7 @@ from typing import NamedTuple
 from calm_jax.data.tokenizers.base import ByteTokenizer, Tokenizer
 from calm_jax.data.tokenizers.llama3 import Llama3Tokenizer
 from calm_jax.data.tokenizers.sentencepiece import (
+    LEAST_PIECES,
     TRAINED_PAD,
     SentencePieceTokenizer,
     train_sentencepiece,
@@ -34,9 +35,9 @@ class TokenizerConfig:
             raise UserError(f"tokenizer.kind={self.kind!r} is none of {', '.join(KINDS)}")
         if self.kind == "bytes" and self.path:
             raise UserError(f"tokenizer.path={self.path!r}: tokenizer.kind='bytes' reads no file")
-        if self.kind == "sentencepiece" and not self.path and self.vocab_size < 300:
+        if self.kind == "sentencepiece" and not self.path and self.vocab_size < LEAST_PIECES:
             raise UserError(
-                f"tokenizer.vocab_size={self.vocab_size} must be at least 300: 256 bytes, 4 special tokens and some text"
+                f"tokenizer.vocab_size={self.vocab_size} must be at least {LEAST_PIECES}: 256 bytes, 4 special tokens and some text"
             )
 
 

@@ -1,0 +1,213 @@
+"""BrierLM of any system that can be sampled, beside a CALM, on the same places of the same text.
+
+The places that --mode=eval scores at equal context, with their contexts and what follows:
+
+    python -m calm_jax.brierlm --config=configs/workdir.py:runs/quickstart --write_references=references.jsonl
+
+The score of samples that some system drew there, and of a model that this command samples:
+
+    python -m calm_jax.brierlm --references=references.jsonl --samples=samples.jsonl --tokenizer=runs/quickstart
+    python -m calm_jax.brierlm --references=references.jsonl --model=hf:gpt2 --model=runs/quickstart \\
+        --config=configs/workdir.py:runs/quickstart
+
+With --config the floor is scored, too, and texts are tokenised by that run's tokenizer. `calm_jax.evaluation.samples`
+describes the lines of both files; docs/evaluation.md the score.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import rich.table
+import rich.text
+from absl import app, flags
+from ml_collections import config_flags
+
+from calm_jax import brier
+from calm_jax.brier import ORDERS
+from calm_jax.cli import progress
+from calm_jax.cli.command import command
+from calm_jax.cli.files import write_atomically
+from calm_jax.cli.flags import parse_recipe_flags
+from calm_jax.config import Config, resolve
+from calm_jax.data.tokenizers import Tokenizer, open_tokenizer
+from calm_jax.errors import UserError
+from calm_jax.evaluation.causal_lm import CausalLM
+from calm_jax.evaluation.samples import (
+    Reference,
+    Sample,
+    Scorer,
+    read_references,
+    read_samples,
+)
+from calm_jax.parallel.compilation_cache import keep_compiled_programs
+from calm_jax.parallel.host_memory import keep_freed_memory
+from calm_jax.run.dataset import Dataset, read_corpus
+from calm_jax.run.generator import Generator
+from calm_jax.run.references import references as references_of
+from calm_jax.run.report import brier_columns
+from calm_jax.run.workdir import Workdir
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "configs/workdir.py:DIR, a run whose text and tokenizer are used"
+)
+_WRITE = flags.DEFINE_string(
+    "write_references", "", "write the places of --config's equal-context evaluation to this file"
+)
+_POSITIONS = flags.DEFINE_integer(
+    "positions", 2000, "places to write, evenly spaced among all; 0: all", lower_bound=0
+)
+_REFERENCES = flags.DEFINE_string("references", "", "file of places and what follows them")
+_SAMPLES = flags.DEFINE_multi_string("samples", [], "file of samples of a system; repeatable")
+_MODEL = flags.DEFINE_multi_string(
+    "model",
+    [],
+    "system to sample: a workdir, or hf:NAME, a Hugging Face model or its folder; repeatable",
+)
+_NUM_SAMPLES = flags.DEFINE_integer(
+    "num_samples", 2, "samples of each place by --model", lower_bound=2
+)
+_SEED = flags.DEFINE_integer("seed", 0, "seed of --model's samples", lower_bound=0)
+_OUTPUT = flags.DEFINE_string("output", "", "write the samples of one --model to this file")
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer", "", "tokenizer of texts: a workdir, a tokenizer's file, or bytes"
+)
+# Tokens of a sample that is scored as text: more than four, as the next ones may change how its end is tokenised.
+_TEXT_TOKENS = 16
+
+
+def _folder() -> pathlib.Path:
+    """The workdir that --config names."""
+    recipe: Any = flags.FLAGS["config"]
+    file, _, folder = recipe.config_filename.partition(":")
+    if pathlib.Path(file).name != "workdir.py":
+        raise UserError(f"--config={recipe.config_filename} must be configs/workdir.py:DIR")
+    return pathlib.Path(folder)
+
+
+def _write(config: Config, tokenizer: Tokenizer, path: pathlib.Path) -> None:
+    text = Dataset(config, read_corpus(config), tokenizer)
+    given, number = references_of(config, text, tokenizer, _POSITIONS.value)
+    lines = [json.dumps(dataclasses.asdict(one), ensure_ascii=False) + "\n" for one in given]
+    write_atomically(path, "".join(lines))
+    print(
+        f"{path}: {len(given):,} of {number:,} places, each after {config.eval.context_tokens} to "
+        f"{config.eval.block_tokens} tokens of context"
+    )
+
+
+def _tokenizer() -> Tokenizer | None:
+    name = _TOKENIZER.value
+    if name and os.path.isdir(name):
+        return Workdir(pathlib.Path(name)).tokenizer
+    if name:
+        return open_tokenizer(name)[0]
+    return Workdir(_folder()).tokenizer if _CONFIG.value is not None else None
+
+
+def _draw(name: str, references: Sequence[Reference]) -> dict[str, list[Sample]]:
+    """Samples of a model at every reference."""
+    with progress.Countdown(f"{name}: sampling", len(references), "places") as countdown:
+        if name.startswith("hf:"):
+            model = CausalLM(name.removeprefix("hf:"), _SEED.value)
+            contexts = [reference.context for reference in references]
+            texts = model.sample(contexts, _NUM_SAMPLES.value, countdown.done)
+            drawn: list[list[Sample]] = [list(several) for several in texts]
+        else:
+            drawn = samples_of(
+                Generator.load(name), references, _NUM_SAMPLES.value, _SEED.value, countdown.done
+            )
+    return {one.id: several for one, several in zip(references, drawn, strict=True)}
+
+
+def samples_of(
+    generator: Generator,
+    references: Sequence[Reference],
+    num_samples: int,
+    seed: int,
+    done: Callable[[int], None],
+) -> list[list[Sample]]:
+    """Samples of a workdir's model: tokens after tokens where the references have its tokenizer's, else text after text.
+
+    done: called with the number of references that are done.
+    """
+    tokenizer = generator.tokenizer
+    are_tokens = all(one.tokenizer == tokenizer.fingerprint for one in references)
+    options = dataclasses.replace(
+        generator.options,
+        temperature=1.0,
+        top_p=1.0,
+        stop=(),
+        long_context="slide",
+        max_tokens=ORDERS if are_tokens else _TEXT_TOKENS,
+    )
+    contexts = [one.context_tokens if are_tokens else one.context for one in references]
+    prompts = [context for context in contexts for _ in range(num_samples)]
+    drawn: list[list[Sample]] = [[] for _ in references]
+    finished = 0
+    for piece in generator.generate(prompts, options, seed, stream=True):
+        one = piece.continuation
+        if one.finish:
+            end = [tokenizer.eos_id] if one.finish == "eos" else []
+            drawn[one.index // num_samples].append([*one.tokens, *end] if are_tokens else one.text)
+            finished += 1
+            done(finished // num_samples)
+    return drawn
+
+
+def _print(scores: Mapping[str, brier.Score], num_places: int) -> None:
+    table = rich.table.Table(title=f"BrierLM over {num_places:,} places")
+    for column in ("system", "BrierLM", *(f"100 x Brier-{n}" for n in range(1, ORDERS + 1))):
+        table.add_column(column, justify="left" if column == "system" else "right")
+    for name, score in scores.items():
+        table.add_row(rich.text.Text(name), *brier_columns(brier.as_values(score)))
+    progress.console().print(table, highlight=False)
+
+
+@command
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}")
+    config = None if _CONFIG.value is None else resolve(_CONFIG.value)
+    keep_compiled_programs()
+    if _WRITE.value:
+        if config is None:
+            raise UserError("--write_references needs a run: --config=configs/workdir.py:DIR")
+        for flag in (_REFERENCES, _SAMPLES, _MODEL):
+            if flag.value:
+                raise UserError(
+                    f"--{flag.name} has no meaning with --write_references: leave it out"
+                )
+        _write(config, Workdir(_folder()).tokenizer, pathlib.Path(_WRITE.value))
+        return
+    systems = [*_SAMPLES.value, *_MODEL.value]
+    if not _REFERENCES.value or not systems:
+        raise UserError("give --references=FILE, and --samples=FILE or --model=NAME")
+    if _OUTPUT.value and len(_MODEL.value) != 1:
+        raise UserError(f"--output={_OUTPUT.value} is for the samples of one --model")
+    references = read_references(_REFERENCES.value)
+    scorer = Scorer(references, _tokenizer())
+    drawn = {path: read_samples(path, references) for path in _SAMPLES.value}
+    for name in _MODEL.value:
+        drawn[name] = _draw(name, list(references.values()))
+        if _OUTPUT.value:
+            lines = [
+                json.dumps({"id": id, "samples": several}) + "\n"
+                for id, several in drawn[name].items()
+            ]
+            write_atomically(pathlib.Path(_OUTPUT.value), "".join(lines))
+    scores = {name: scorer.score(samples) for name, samples in drawn.items()}
+    if config is not None:
+        text = Dataset(config, read_corpus(config), Workdir(_folder()).tokenizer)
+        if text.has_train:
+            are_texts = isinstance(next(iter(drawn[systems[0]].values()))[0], str)
+            scores["frequencies (the floor)"] = scorer.floor(text.training_ngrams(), are_texts)
+    _print(scores, len(references))
+
+
+if __name__ == "__main__":
+    keep_freed_memory()
+    app.run(main, flags_parser=parse_recipe_flags)
