@@ -154,7 +154,7 @@ def decoded_brier(logit_PNKV: Array, tokens_PK: Array) -> Array:
     num_draws, chunk_size = logit_PNKV.shape[1:3]
     prob_PNKV = jax.nn.softmax(logit_PNKV.astype(jnp.float32))
     right_PNK = jnp.take_along_axis(prob_PNKV, tokens_PK[:, None, :, None], axis=-1)[..., 0]
-    equal_PNNK = jnp.einsum("PiKV,PjKV->PijK", prob_PNKV, prob_PNKV)
+    equal_PNNK = jnp.einsum("PiKV,PjKV->PijK", prob_PNKV, prob_PNKV, precision="highest")
     is_pair_NN1 = ~np.eye(num_draws, dtype=bool)[..., None]
     loss_P = jnp.zeros(len(tokens_PK))
     # The products of each n consecutive tokens' values, for n = 1 and then for one more at a time.

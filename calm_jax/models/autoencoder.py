@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
 from calm_jax.losses import Posterior, clamped_kl, cross_entropy
-from calm_jax.models.layers import SwiGLU, linear, look_up, normal_init
+from calm_jax.models.layers import SwiGLU, linear, linear_in_float32, look_up, normal_init
+from calm_jax.models.vocabulary import logits
 from calm_jax.parallel.constraints import constrain
 
 
@@ -114,7 +115,7 @@ class Autoencoder(nn.Module):
         self.squeeze = linear(config.hidden_size, dtype)
         self.encoder_chunk_layers = _stack(config, config.num_encoder_layers // 2, dtype)
         self.encoder_norm = nn.RMSNorm(config.norm_epsilon, dtype=dtype)
-        self.to_posterior = linear(2 * config.latent_size, dtype)
+        self.to_posterior = linear_in_float32(2 * config.latent_size, dtype)
 
         self.from_latent = linear(config.hidden_size, dtype)
         self.decoder_chunk_layers = _stack(config, config.num_decoder_layers // 2, dtype)
@@ -128,13 +129,13 @@ class Autoencoder(nn.Module):
             x_PKD, _ = self.encoder_token_layers(constrain(look_up(self.embed, tokens_PK)), None)
             x_PD = constrain(self.squeeze(x_PKD.reshape(len(tokens_PK), -1)))
             x_PD, _ = self.encoder_chunk_layers(x_PD, None)
-            both = self.to_posterior(self.encoder_norm(x_PD)).astype(jnp.float32)
+            both = self.to_posterior(self.encoder_norm(x_PD))
             return Posterior(*jnp.split(both, 2, axis=-1))
 
     def decode(self, latent_PZ: Array) -> Array:
         """Latents [P, Z] -> float32 logits [P, K, V]."""
         with jax.named_scope("decode"):
-            return self._logits(self._refine(self.unfold(latent_PZ)), self.embed.embedding)
+            return logits(self._refine(self.unfold(latent_PZ)), self.embed.embedding)
 
     def unfold(self, latent_PZ: Array) -> Array:
         """First part of the decoder: latents [P, Z] -> one vector for each of the K positions, [P, K, D].
@@ -163,13 +164,13 @@ class Autoencoder(nn.Module):
         with jax.named_scope("argmax_tokens"):
             x_RD, table_VD = self._refine(x_RD), self.embed.embedding
             if block >= self.vocab_size:
-                return self._logits(x_RD, table_VD).argmax(-1).astype(jnp.int32)
+                return logits(x_RD, table_VD).argmax(-1).astype(jnp.int32)
 
             def better(index: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
                 # The last block starts early enough to be whole; tokens that it repeats do not change the maximum.
                 first = jnp.minimum(index * block, self.vocab_size - block)
                 rows = jax.lax.dynamic_slice_in_dim(table_VD, first, block)
-                logit_RV = self._logits(x_RD, rows)
+                logit_RV = logits(x_RD, rows)
                 most_R, token_R = logit_RV.max(-1), logit_RV.argmax(-1).astype(jnp.int32) + first
                 is_better_R = most_R > best[0]
                 return jnp.where(is_better_R, most_R, best[0]), jnp.where(
@@ -178,15 +179,6 @@ class Autoencoder(nn.Module):
 
             none = jnp.full(len(x_RD), -jnp.inf), jnp.zeros(len(x_RD), jnp.int32)
             return jax.lax.fori_loop(0, -(-self.vocab_size // block), better, none)[1]
-
-    def _logits(self, x: Array, table_VD: Array) -> Array:
-        """[..., D] -> float32 [..., V], tied to the encoder's embedding."""
-        return jnp.einsum(
-            "...D,VD->...V",
-            x,
-            table_VD.astype(self.dtype),
-            preferred_element_type=jnp.float32,
-        )
 
     def draw_noise(self, key_P: Array) -> Noise:
         """The random numbers for `loss`; each chunk's come from its own key."""

@@ -9,8 +9,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+<<<<<<< HEAD
 from calm_jax.parallel.constraints import constrain_groups, each_group, gathered, product
 from calm_jax.parallel.mesh import path_of
+=======
+from calm_jax.parallel.constraints import constrain_groups, each_group, gathered_in, product
+>>>>>>> mD
 
 # Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
 normal_init = nn.initializers.normal(0.02)
@@ -36,6 +40,7 @@ def linear(
     )
 
 
+<<<<<<< HEAD
 def in_compute_dtype(params: Any, dtype: DTypeLike) -> Any:
     """Parameters for inference: kernels and embedding tables, which layers cast to `dtype` where they use them, cast once.
 
@@ -48,20 +53,48 @@ def in_compute_dtype(params: Any, dtype: DTypeLike) -> Any:
         return x.astype(dtype) if path_of(path).endswith(("kernel", "embedding")) else x
 
     return jax.jit(functools.partial(jax.tree_util.tree_map_with_path, cast))(params)
+=======
+def linear_in_float32(
+    features: int,
+    dtype: DTypeLike,
+    name: str | None = None,
+    kernel_init: nn.initializers.Initializer = normal_init,
+) -> nn.DenseGeneral:
+    """A linear layer with operands in `dtype` and a float32 result: the last one of a network whose output is float32."""
+
+    def operands_in_dtype(
+        *arrays: Array | None, dtype: Any = None, inexact: bool = True
+    ) -> list[Array | None]:
+        x, kernel, bias = arrays
+        return [*nn.dtypes.promote_dtype(x, kernel, dtype=dtype, inexact=inexact), bias]
+
+    return nn.DenseGeneral(
+        features,
+        dtype=dtype,
+        promote_dtype=operands_in_dtype,
+        kernel_init=kernel_init,
+        dot_general=functools.partial(product, in_float32=True),
+        name=name,
+    )
+>>>>>>> mD
 
 
 def look_up(embed: nn.Embed, tokens: Array) -> Array:
     """The embeddings of tokens, as `embed(tokens)`; gathers a sharded table to each device, not the tokens to the table.
 
-    Each device then looks up its own rows of the batch.
+    Each device then looks up its own rows of the batch. The gradients of equal tokens are added up in float32: a
+    bfloat16 sum stops growing at 256 equal terms.
     """
-    table = gathered(embed.embedding.astype(embed.dtype))
+
+    def take(table: Array, tokens: Array) -> Array:
+        return jnp.take(table, tokens, axis=0).astype(embed.dtype)
+
+    table = gathered_in(embed.dtype, embed.embedding)
     tables = each_group(table, tokens)
     if tables is None:
-        return jnp.take(table, tokens, axis=0)
+        return take(table, tokens)
     parts = tokens.reshape(len(tables), -1, *tokens.shape[1:])
-    take = jax.vmap(lambda table, tokens: jnp.take(table, tokens, axis=0))
-    return constrain_groups(take(tables, parts)).reshape(*tokens.shape, -1)
+    return constrain_groups(jax.vmap(take)(tables, parts)).reshape(*tokens.shape, -1)
 
 
 def layer_norm(

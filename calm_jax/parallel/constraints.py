@@ -140,11 +140,37 @@ _matrix_product.defvjp(
 )
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product_in_float32(
+    x: jax.Array, y: jax.Array, dimension_numbers: jax.lax.DotDimensionNumbers
+) -> jax.Array:
+    """`lax.dot_general` of bfloat16 operands with a float32 result, whose gradients are bfloat16 products again.
+
+    Automatic differentiation would multiply the float32 cotangent by the operands, in float32: the units for bfloat16
+    products could not do it. Sums are in float32 in all three products.
+    """
+    return jax.lax.dot_general(x, y, dimension_numbers, preferred_element_type=jax.numpy.float32)
+
+
+def _product_in_float32_backward(
+    dimension_numbers: jax.lax.DotDimensionNumbers, kept: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    _, pull = jax.vjp(lambda x, y: jax.lax.dot_general(x, y, dimension_numbers), *kept)
+    return pull(g.astype(kept[0].dtype))
+
+
+product_in_float32.defvjp(
+    lambda x, y, dimension_numbers: (product_in_float32(x, y, dimension_numbers), (x, y)),
+    _product_in_float32_backward,
+)
+
+
 def product(
     x: jax.Array,
     kernel: jax.Array,
     dimension_numbers: jax.lax.DotDimensionNumbers,
     precision: jax.lax.PrecisionLike = None,
+    in_float32: bool = False,
 ) -> jax.Array:
     """`lax.dot_general` of activations and a parameter, where the smaller of the two moves between devices.
 
@@ -156,12 +182,15 @@ def product(
       kernel: a parameter, in the dtype to compute in.
       dimension_numbers: as of `lax.dot_general`, without batch dimensions.
       precision: as of `lax.dot_general`.
+      in_float32: whether the result is float32 for bfloat16 operands, too (see `product_in_float32`).
 
     Returns:
       As of `lax.dot_general`, with the checkpoint name `PRODUCT`.
     """
 
     def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        if in_float32 and x.dtype != jax.numpy.float32:
+            return product_in_float32(x, kernel, dimension_numbers)
         of_x, of_kernel = map(tuple, dimension_numbers[0])
         size = len(of_x)
         is_plain = of_x == tuple(range(x.ndim - size, x.ndim)) and of_kernel == tuple(range(size))

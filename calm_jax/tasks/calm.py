@@ -59,22 +59,30 @@ class CalmTask:
             return call(self.model, {"params": params}, "sample", *arguments)
 
         def unfold(latent_RZ: Array) -> Array:
-            return call(self.autoencoder, frozen, "unfold", latent_RZ)
+            return self._frozen(frozen, "unfold", latent_RZ)
 
         def argmax_tokens(x_RD: Array) -> Array:
-            return call(self.autoencoder, frozen, "argmax_tokens", x_RD, at_once(len(x_RD)))
+            return self._frozen(frozen, "argmax_tokens", x_RD, at_once(len(x_RD)))
 
         return chunk_model(self.model, params, latents, unfold, argmax_tokens, log_probs=None)
 
+    def _frozen(self, frozen: Params, method: str, *arguments: Any) -> Any:
+        """Calls the autoencoder in full float32 precision.
+
+        By default TPUs multiply float32 operands in bfloat16, and GPUs in TF32.
+        """
+        with jax.default_matmul_precision("highest"):
+            return call(self.autoencoder, frozen, method, *arguments)
+
     def posterior(self, frozen: Params, tokens_PK: Array) -> Posterior:
         """The frozen autoencoder's posterior of chunks of true tokens [P, K], without dropout."""
-        return jax.lax.stop_gradient(call(self.autoencoder, frozen, "encode", tokens_PK))
+        return jax.lax.stop_gradient(self._frozen(frozen, "encode", tokens_PK))
 
     def target(self, frozen: Params, tokens_PK: Array, step: Array | None) -> Target:
         """Chunks of true tokens [P, K], as the head's loss sees them; `step` is None in evaluation."""
 
         def decode(latent_RZ: Array) -> Array:
-            return call(self.autoencoder, frozen, "decode", latent_RZ)
+            return self._frozen(frozen, "decode", latent_RZ)
 
         return Target(self.posterior(frozen, tokens_PK), tokens_PK, decode, step)
 

@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.losses import Posterior
-from calm_jax.models.layers import layer_norm, linear, normal_init
+from calm_jax.models.layers import layer_norm, linear, linear_in_float32, normal_init
 from calm_jax.parallel.constraints import constrain
 
 # The time embedding has this many cosines and as many sines; the longest wavelength is 2 pi times _LONGEST_PERIOD.
@@ -125,5 +125,5 @@ class AdaLNMLP(nn.Module):
             modulation = linear(2 * width, dtype, "modulation", kernel_init=zeros)(active)
             shift, scale = jnp.split(modulation, 2, axis=-1)
             normed_PND = layer_norm(self.norm_epsilon, dtype, "norm", affine=False)(x_PND)
-            output = linear(self.output_size, dtype, "output", kernel_init=zeros)
-            return output(_modulate(normed_PND, shift, scale)).astype(jnp.float32)
+            output = linear_in_float32(self.output_size, dtype, "output", kernel_init=zeros)
+            return output(_modulate(normed_PND, shift, scale))

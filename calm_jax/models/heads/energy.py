@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
 from calm_jax.losses import Posterior, Target, decoded_brier, energy_score
-from calm_jax.models.layers import layer_norm, linear, normal_init
+from calm_jax.models.layers import layer_norm, linear, linear_in_float32, normal_init
 from calm_jax.parallel.constraints import constrain, gathered_kernel
 
 
@@ -123,8 +123,8 @@ class EnergyHead(nn.Module):
             x_PND, _ = blocks(x_PND, condition_PD)
             x_PND = layer_norm(epsilon, dtype, "output_norm")(x_PND)
             x_PND = nn.silu(linear(width, dtype, "output_hidden")(x_PND))
-            output = linear(self.latent_size, dtype, "output", kernel_init=nn.initializers.zeros)
-            return output(x_PND).astype(jnp.float32)
+            zeros = nn.initializers.zeros
+            return linear_in_float32(self.latent_size, dtype, "output", kernel_init=zeros)(x_PND)
 
     def draw_noise(self, num_draws: int, key_P: Array) -> Array:
         """Noise, uniform in [-0.5, 0.5), float32 [P, N, E]."""

@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.losses import cross_entropy
+from calm_jax.models import vocabulary
 from calm_jax.models.layers import normal_init
 from calm_jax.parallel.constraints import gathered_in
 
@@ -45,12 +46,7 @@ class SoftmaxHead(nn.Module):
 
     def _logits(self, h_PD: Array, kernel: Array) -> Array:
         with jax.named_scope("head"):
-            return jnp.einsum(
-                "...D,DV->...V",
-                h_PD.astype(self.dtype),
-                kernel.astype(self.dtype),
-                preferred_element_type=jnp.float32,
-            )
+            return vocabulary.logits(h_PD.astype(self.dtype), kernel.T)
 
     def log_probs(self, h_PD: Array) -> Array:
         """Log-probabilities of the next token, float32 [P, V]."""
