@@ -9,12 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-<<<<<<< HEAD
-from calm_jax.parallel.constraints import constrain_groups, each_group, gathered, product
-from calm_jax.parallel.mesh import path_of
-=======
 from calm_jax.parallel.constraints import constrain_groups, each_group, gathered_in, product
->>>>>>> mD
+from calm_jax.parallel.mesh import path_of
 
 # Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
 normal_init = nn.initializers.normal(0.02)
@@ -40,7 +36,6 @@ def linear(
     )
 
 
-<<<<<<< HEAD
 def in_compute_dtype(params: Any, dtype: DTypeLike) -> Any:
     """Parameters for inference: kernels and embedding tables, which layers cast to `dtype` where they use them, cast once.
 
@@ -53,7 +48,8 @@ def in_compute_dtype(params: Any, dtype: DTypeLike) -> Any:
         return x.astype(dtype) if path_of(path).endswith(("kernel", "embedding")) else x
 
     return jax.jit(functools.partial(jax.tree_util.tree_map_with_path, cast))(params)
-=======
+
+
 def linear_in_float32(
     features: int,
     dtype: DTypeLike,
@@ -76,7 +72,6 @@ def linear_in_float32(
         dot_general=functools.partial(product, in_float32=True),
         name=name,
     )
->>>>>>> mD
 
 
 def look_up(embed: nn.Embed, tokens: Array) -> Array:
