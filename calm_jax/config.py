@@ -175,6 +175,8 @@ _ADDED: dict[str, Any] = {
     "lm.head.decoded_brier_delay": 0,
     "lm.token_loss_weight": 0.0,
 }
+# The same for keys whose value is that of another key of their section.
+_ADDED_AS = {"lm.model.rms_norm_epsilon": "norm_epsilon"}
 # Keys whose type has changed since an older version, with a hint at the new values.
 _OLDER_TYPES = {"lm.model.remat": ": 'full' is what True was, 'none' what False was"}
 
@@ -194,6 +196,8 @@ def _build(cls: Any, section: Mapping[str, Any], path: str) -> Any:
     hints: dict[str, Any] = typing.get_type_hints(cls)
     for name in fields:
         key = f"{path}{name}"
+        if name not in section and _ADDED_AS.get(key) in section:
+            section = {**section, name: section[_ADDED_AS[key]]}
         if name not in section and key not in _ADDED:
             older = "; if this is a config.json of an older version, add the key with its value in configs/common.py"
             raise UserError(f"the config lacks the key {path}{name}{hint or older}")

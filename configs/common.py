@@ -235,6 +235,8 @@ def _transformer() -> ConfigDict:
     model.num_kv_heads = 16
     # Base of the rotary position embedding. Positions count chunks, not tokens.
     model.rope_theta = 1e4
+    # The term added to the variance in the transformer's RMSNorms, and in the LayerNorms of the head and of the chunk embedding.
+    model.rms_norm_epsilon = 1e-6
     model.norm_epsilon = 1e-6
     # Rematerialisation: which activations of a layer the backward pass recomputes. "none"; "full", all of them: least memory,
     # about a third more FLOPs; "dots", all but products with weights: few more FLOPs, but most of the memory; "auto", "none" if

@@ -210,6 +210,7 @@ BAD = [
     ("lm.optimizer.final_learning_rate", {"lm.optimizer.final_learning_rate": -1.0}),
     ("lm.model.rope_theta", {"lm.model.rope_theta": 0.0}),
     ("lm.model.norm_epsilon", {"lm.model.norm_epsilon": -1.0}),
+    ("lm.model.rms_norm_epsilon", {"lm.model.rms_norm_epsilon": 0.0}),
     ("autoencoder.model.kl_weight", {"autoencoder.model.kl_weight": -1.0}),
     ("autoencoder.min_accuracy", {"autoencoder.min_accuracy": 2.0}),
 ]
@@ -236,10 +237,13 @@ def test_a_token_loss_is_refused_for_a_softmax_head():
 
 def test_a_config_of_an_older_version_has_the_values_that_stand_for_what_it_did(tmp_path):
     older = as_dict(resolve(tree_with({})))
-    del older["lm"]["token_loss_weight"]
+    del older["lm"]["token_loss_weight"], older["lm"]["model"]["rms_norm_epsilon"]
+    # There was one epsilon for both kinds of norms.
+    older["lm"]["model"]["norm_epsilon"] = 1e-5
     for key in ("decoded_brier_weight", "decoded_brier_delay"):
         del older["lm"]["head"][key]
     config = resolve(older)
+    assert config.lm.model.rms_norm_epsilon == config.lm.model.norm_epsilon == 1e-5
     assert config.lm.head.decoded_brier_weight == config.lm.token_loss_weight == 0
     # As a recipe it has the keys, so that flags can change them.
     (tmp_path / "config.json").write_text(json.dumps(older))

@@ -109,10 +109,6 @@ class PublishedConfig:
         }
         if self.architecture != AUTOREGRESSIVE:
             supported["tie_word_embeddings"] = False
-        if self.architecture in (ENERGY, DIFFUSION, FLOW):
-            # The key is the epsilon of the RMSNorms; the published LayerNorms have this one whatever the key says. Here
-            # both kinds of norm share one epsilon.
-            supported["rms_norm_eps"] = _LAYER_NORM_EPSILON
         if self.has("head_dim"):
             supported["head_dim"] = self.size("hidden_size") // self.size("num_attention_heads")
         for key, value in supported.items():
@@ -144,7 +140,9 @@ class PublishedConfig:
             num_heads=self.size("num_attention_heads"),
             num_kv_heads=self.size("num_key_value_heads"),
             rope_theta=self._rope_theta(),
-            norm_epsilon=self.number("rms_norm_eps"),
+            rms_norm_epsilon=self.number("rms_norm_eps"),
+            # The published LayerNorms have it whatever config.json says.
+            norm_epsilon=_LAYER_NORM_EPSILON,
             remat="auto",
             attention="auto",
         )
@@ -253,7 +251,7 @@ def lm_values(config: Config, tokenizer: Tokenizer, ae_path: str) -> dict[str, A
     """
     body, head = config.lm.model, config.lm.head
     architecture = _ARCHITECTURE_OF[head.name]
-    values = _common_values(architecture, tokenizer, body.norm_epsilon) | {
+    values = _common_values(architecture, tokenizer, body.rms_norm_epsilon) | {
         "attention_bias": False,
         "attention_dropout": 0.0,
         "hidden_size": body.hidden_size,

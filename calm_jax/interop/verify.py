@@ -3,14 +3,15 @@
     python -m calm_jax.interop.verify tests/golden [--verbose]
 
 The folder holds an npz file of recorded inputs, draws and results for each case, and checkpoint folders in the
-published format (tests/golden/README.md). Exit status: 0 if all quantities agree, 1 if some do not, 2 if the folder
-cannot be read.
+published format (tests/golden/README.md). A case that cannot be read, or lacks an array, fails and the others go on. Exit
+status: 0 if all quantities agree, 1 if some do not, 2 if there is no such folder or nothing in it.
 """
 
 import dataclasses
 import pathlib
 import re
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 
 import jax
@@ -23,7 +24,7 @@ from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.errors import UserError
 from calm_jax.interop.parity import cases
-from calm_jax.interop.parity.recorded import Comparisons
+from calm_jax.interop.parity.recorded import Arrays, Comparisons, Missing, MissingArray
 
 _VERBOSE = flags.DEFINE_bool(
     "verbose", False, "show every array, not only the worst gradient of each case"
@@ -80,31 +81,49 @@ def _cases(folder: pathlib.Path) -> Iterator[tuple[str, Callable[..., Comparison
         yield file.stem, known[0] if known else None
 
 
+def _compared(folder: pathlib.Path, case: str, run: Callable[..., Comparisons]) -> Iterator[Row]:
+    """A row for each quantity of a case, and a failed one for each thing that keeps quantities from being compared."""
+    file = folder / f"{case}.npz"
+    try:
+        with np.load(file) as golden:
+            arrays = Arrays({name: golden[name] for name in golden.files})
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        yield _failed(case, f"{file} cannot be read ({error})")
+        return
+    try:
+        for quantity, ours, published in run(folder / case, arrays):
+            if isinstance(published, Missing):
+                yield _failed(case, f"{quantity}: {file} has no array {published.name!r}")
+            else:
+                yield compare(case, quantity, ours, published)
+    except MissingArray as error:
+        yield _failed(case, f"what follows needs the array {str(error)!r}, which {file} lacks")
+    except UserError as error:
+        yield _failed(case, str(error))
+
+
+def _failed(case: str, reason: str) -> Row:
+    return Row(case, reason, np.inf, np.inf)
+
+
 def verify(folder: pathlib.Path) -> tuple[list[Row], list[str]]:
     """Compares every case of a folder.
 
     Returns:
-      One row for each quantity, and the names of the cases that this version does not know.
+      One row for each quantity, and the names of the cases that this version does not know. What cannot be compared, as a
+      file is damaged or lacks something, is a failed row that says so.
 
     Raises:
-      UserError: if there are no cases, a file is damaged, or an array or tensor is missing.
+      UserError: if there are no cases.
     """
-    rows, unknown = [], []
+    rows: list[Row] = []
+    unknown = []
     with jax.default_matmul_precision("highest"):
         for case, run in _cases(folder):
             if run is None:
                 unknown.append(case)
-                continue
-            try:
-                with np.load(folder / f"{case}.npz") as golden:
-                    arrays = {name: golden[name] for name in golden.files}
-            except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-                raise UserError(f"{folder / case}.npz cannot be read ({error})") from error
-            try:
-                for quantity, ours, published in run(folder / case, arrays):
-                    rows.append(compare(case, quantity, ours, published))
-            except KeyError as error:
-                raise UserError(f"{folder / case}.npz has no array {error}") from error
+            else:
+                rows += _compared(folder, case, run)
     return rows, unknown
 
 
@@ -125,7 +144,7 @@ def print_table(rows: list[Row], unknown: list[str]) -> None:
     """Prints the rows and the names of unknown cases."""
     table = rich.table.Table()
     table.add_column("case", no_wrap=True)
-    table.add_column("quantity", no_wrap=True)
+    table.add_column("quantity", overflow="fold")
     table.add_column("absolute", justify="right")
     table.add_column("relative", justify="right")
     table.add_column("")

@@ -36,6 +36,7 @@ class TransformerConfig:
     num_heads: int
     num_kv_heads: int
     rope_theta: float
+    rms_norm_epsilon: float
     norm_epsilon: float
     remat: str
     attention: str
@@ -49,7 +50,7 @@ class TransformerConfig:
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise UserError(f"lm.model.{name}={getattr(self, name)} must be at least 1")
-        for name in ("rope_theta", "norm_epsilon"):
+        for name in ("rope_theta", "rms_norm_epsilon", "norm_epsilon"):
             if getattr(self, name) <= 0:
                 raise UserError(f"lm.model.{name}={getattr(self, name)} must be positive")
         if self.hidden_size % (2 * self.num_heads):
@@ -108,11 +109,11 @@ class Block(nn.Module):
         self, x_BLD: Array, memory: Memory | None, angle_BLA: Array
     ) -> tuple[Array, Written | None]:
         config = self.config
-        norm = nn.RMSNorm(config.norm_epsilon, dtype=self.dtype, name="attention_norm")
+        norm = nn.RMSNorm(config.rms_norm_epsilon, dtype=self.dtype, name="attention_norm")
         mix = Attention(config, self.dtype, name="attention")
         mixed, written = mix(norm(x_BLD), memory, angle_BLA)
         x_BLD = x_BLD + mixed
-        norm = nn.RMSNorm(config.norm_epsilon, dtype=self.dtype, name="mlp_norm")
+        norm = nn.RMSNorm(config.rms_norm_epsilon, dtype=self.dtype, name="mlp_norm")
         mlp = SwiGLU(config.intermediate_size, self.dtype, name="mlp")
         return constrain(x_BLD + mlp(norm(x_BLD))), written
 
@@ -166,6 +167,6 @@ class Transformer(nn.Module):
         with jax.named_scope("backbone"):
             x_BLD = constrain(x_BLD.astype(self.dtype))
             x_BLD, written = layers(x_BLD, memory, angle_BLA)
-            x_BLD = nn.RMSNorm(config.norm_epsilon, dtype=self.dtype, name="norm")(x_BLD)
+            x_BLD = nn.RMSNorm(config.rms_norm_epsilon, dtype=self.dtype, name="norm")(x_BLD)
         # Only a cache or fork has written anything.
         return x_BLD, None if written is None else memory.extended(written, num_new)  # type: ignore[union-attr]

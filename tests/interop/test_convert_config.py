@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 
+from calm_jax.build import make_lm_task
+from calm_jax.data.tokenizers import Vocabulary
 from calm_jax.interop import published
 from tests.interop.checkpoints import changed, refusal
 from tests.interop.conversions import SPECIAL, sentencepiece_model
@@ -20,7 +22,6 @@ REFUSED = [
     ("energy_k4", {"hidden_act": "gelu"}, "hidden_act"),
     ("energy_k4", {"hidden_act": None}, "hidden_act"),
     ("energy_k4", {"tie_word_embeddings": True}, "tie_word_embeddings"),
-    ("energy_k4", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
     ("energy_k4", {"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
     ("energy_k4", {"head_dim": 16}, "head_dim"),
     ("energy_k4", {"num_hidden_layers": 3}, "transformer.layers.2"),
@@ -77,7 +78,7 @@ REFUSED = [
     ("ae_k4", {"patch_size": 8}, "squeeze_layer"),
     ("ae_k4", {"patch_size": 2**24}, "block"),
     ("ae_k4", {"tie_word_embeddings": True}, "tie_word_embeddings"),
-    ("ar", {"rms_norm_eps": 0}, "norm_epsilon"),
+    ("ar", {"rms_norm_eps": 0}, "rms_norm_epsilon"),
     ("ar", {"head_dim": 16}, "head_dim"),
     ("ar", {"head_dim": "8"}, "head_dim"),
     ("ar", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling"),
@@ -122,7 +123,17 @@ def test_keys_as_other_versions_of_transformers_write_them_mean_the_same(golden,
         source = changed(golden / "ar", tmp_path / str(number), keys)
         assert plan_of(source).config.lm == expected
     source = changed(golden / "ar", tmp_path / "epsilon", {"rms_norm_eps": 1e-5})
-    assert plan_of(source).config.lm.model.norm_epsilon == 1e-5
+    assert plan_of(source).config.lm.model.rms_norm_epsilon == 1e-5
+
+
+def test_rms_norms_have_the_epsilon_of_the_checkpoint_and_layer_norms_the_hard_coded_one(
+    golden, plan_of, tmp_path
+):
+    source = changed(golden / "energy_k4", tmp_path / "epsilon", {"rms_norm_eps": 1e-3})
+    config = plan_of(source).config
+    assert (config.lm.model.rms_norm_epsilon, config.lm.model.norm_epsilon) == (1e-3, 1e-6)
+    task = make_lm_task(config, Vocabulary(8, 7), config.eval.published)
+    assert task.model.head.norm_epsilon == 1e-6
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from absl import flags
 
 from calm_jax.errors import UserError
 from calm_jax.interop import published, verify
+from calm_jax.interop.parity.recorded import up_to_eos
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -267,62 +268,91 @@ def test_wrong_arguments_print_the_usage(arguments, capsys):
     assert_one_line_error(capsys, "usage: ")
 
 
+# --- Cases that cannot be read fail, and the others go on
+
+
+def assert_fails(folder, capsys, *parts):
+    """One failed quantity names the parts; the case that is beside it passes."""
+    assert status_of(folder) == 1
+    rows, _ = verify.verify(folder)
+    (failed,) = [row for row in rows if not row.passed]
+    assert all(part in failed.quantity for part in parts), failed
+    assert any(row.passed for row in rows if row.case == "temperature")
+    assert "Traceback" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("content", [b"", b"no arrays"])
-def test_a_damaged_npz_file_is_an_error(content, tmp_path, capsys):
-    (tmp_path / "temperature.npz").write_bytes(content)
-    assert status_of(tmp_path) == 2
-    assert_one_line_error(capsys, "temperature.npz")
+def test_a_damaged_npz_file_fails(content, copied, capsys):
+    folder = copied("temperature")
+    (folder / "ae_k1.npz").write_bytes(content)
+    assert_fails(folder, capsys, "ae_k1.npz", "cannot be read")
 
 
-def test_a_truncated_npz_file_is_an_error(copied, capsys):
-    file = copied("temperature") / "temperature.npz"
+def test_a_truncated_npz_file_fails(copied, capsys):
+    file = copied("ae_k1", "temperature") / "ae_k1.npz"
     file.write_bytes(file.read_bytes()[:2000])
-    assert status_of(file.parent) == 2
-    assert_one_line_error(capsys, "temperature.npz")
+    assert_fails(file.parent, capsys, "ae_k1.npz", "cannot be read")
 
 
-def test_a_missing_array_is_an_error(copied, capsys):
+def test_a_missing_array_fails_alone(copied, capsys):
     folder = copied("temperature")
     with np.load(folder / "temperature.npz") as arrays:
         key = next(name for name in arrays.files if name.endswith("/probs"))
+    complete, _ = verify.verify(folder)
     change_array(folder / "temperature.npz", key, lambda _: None)
-    assert status_of(folder) == 2
-    assert_one_line_error(capsys, "temperature", key)
+    assert_fails(folder, capsys, key)
+    rows, _ = verify.verify(folder)
+    assert sum(row.passed for row in rows) == len(complete) - 1
+
+
+def test_what_needs_a_missing_array_fails_by_its_name(copied, capsys):
+    folder = copied("temperature", "ae_k1")
+    change_array(folder / "ae_k1.npz", "dec_latents", lambda _: None)
+    assert_fails(folder, capsys, "dec_latents", "what follows needs")
+    # What comes before was compared.
+    rows, _ = verify.verify(folder)
+    assert [row.quantity for row in rows if row.case == "ae_k1" and row.passed]
 
 
 def test_a_missing_tensor_is_named(copied, capsys):
-    folder = copied("ae_k1")
+    folder = copied("ae_k1", "temperature")
     change_tensor(folder / "ae_k1", "encoder.encoder_layers.1.mlp.up_proj.weight", lambda _: None)
-    assert status_of(folder) == 2
-    assert_one_line_error(capsys, "encoder.encoder_layers.1.mlp.up_proj.weight")
+    assert_fails(folder, capsys, "encoder.encoder_layers.1.mlp.up_proj.weight")
 
 
-def test_a_missing_checkpoint_is_an_error(golden, tmp_path, capsys):
-    shutil.copy(golden / "ae_k1.npz", tmp_path)
-    assert status_of(tmp_path) == 2
-    assert_one_line_error(capsys, "ae_k1")
+def test_a_missing_checkpoint_fails(golden, copied, capsys):
+    folder = copied("temperature")
+    shutil.copy(golden / "ae_k1.npz", folder)
+    assert_fails(folder, capsys, "ae_k1")
 
 
 @pytest.mark.parametrize("size", [0, 500])
-def test_a_damaged_safetensors_file_is_an_error(size, copied, capsys):
-    file = copied("ae_k1") / "ae_k1" / "model.safetensors"
+def test_a_damaged_safetensors_file_fails(size, copied, capsys):
+    file = copied("ae_k1", "temperature") / "ae_k1" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
-    assert status_of(file.parent.parent) == 2
-    assert_one_line_error(capsys, "model.safetensors")
+    assert_fails(file.parent.parent, capsys, "model.safetensors")
 
 
-def test_a_weight_of_wrong_shape_is_an_error(golden, copied, capsys):
-    folder = copied("ae_k1")
+def test_a_weight_of_wrong_shape_fails(golden, copied, capsys):
+    folder = copied("ae_k1", "temperature")
     shutil.copy(golden / "ae_k2" / "model.safetensors", folder / "ae_k1")
-    assert status_of(folder) == 2
-    assert_one_line_error(capsys, "encoder.squeeze_layer.weight")
+    assert_fails(folder, capsys, "encoder.squeeze_layer.weight")
 
 
-def test_a_missing_key_of_config_json_is_an_error(copied, capsys):
-    file = copied("ae_k1") / "ae_k1" / "config.json"
+def test_a_missing_key_of_config_json_fails(copied, capsys):
+    file = copied("ae_k1", "temperature") / "ae_k1" / "config.json"
     file.write_text(file.read_text().replace('"latent_size"', '"latent_sighs"'))
-    assert status_of(file.parent.parent) == 2
-    assert_one_line_error(capsys, "config.json", "latent_size")
+    assert_fails(file.parent.parent, capsys, "config.json", "latent_size")
+
+
+def test_tokens_behind_eos_are_not_compared():
+    """In the prompt it is a token like others."""
+    eos, ours = 9, np.array([[9, 1, 5, 9, 3, 9], [1, 1, 2, 3, 4, 5]])
+    expected = [[9, 1, 5, 9, -1, -1], [1, 1, 2, 3, 4, 5]]
+    np.testing.assert_array_equal(up_to_eos(ours, 2, eos), expected)
+
+
+# --- Architectures
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ def transformer_config(**changes) -> TransformerConfig:
         "num_heads": 4,
         "num_kv_heads": 2,
         "rope_theta": 1e4,
+        "rms_norm_epsilon": EPSILON,
         "norm_epsilon": EPSILON,
         "remat": "none",
         "attention": "auto",

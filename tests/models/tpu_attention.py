@@ -30,6 +30,7 @@ def kernels(topology: str, head_size: int, length: int, isolated: bool, remat: s
         num_heads=4,
         num_kv_heads=2,
         rope_theta=1e4,
+        rms_norm_epsilon=1e-6,
         norm_epsilon=1e-6,
         remat=remat,
         attention="auto",

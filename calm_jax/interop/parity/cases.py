@@ -18,7 +18,7 @@ import optax
 from calm_jax import brier
 from calm_jax.interop.parity import head_cases
 from calm_jax.interop.parity.models import PublishedAutoencoder, PublishedCalm, PublishedLlama
-from calm_jax.interop.parity.recorded import Arrays, Comparisons, gradients
+from calm_jax.interop.parity.recorded import Arrays, Comparisons, gradients, up_to_eos
 from calm_jax.losses import cross_entropy, energy_score
 from calm_jax.models.autoencoder import Noise
 from calm_jax.sampling import decode, temperature
@@ -157,7 +157,9 @@ def generate_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
         return model.decode(lm.head(lm.params, h_BD, noise_SBE[step][:, None]))[:, 0]
 
     tokens = _continued(model, lm.chunks(golden["prompt"]), len(noise_SBE), next_chunk)
-    yield "tokens", tokens, golden["tokens"]
+    given = golden["prompt"].shape[1]
+    ours, published = (up_to_eos(ids, given, lm.eos_id) for ids in (tokens, golden["tokens"]))
+    yield "tokens", ours, published
 
 
 def _continued(
@@ -227,7 +229,11 @@ def autoregressive_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
 
     more = golden["greedy_tokens"].shape[1] - prompt_BLK.shape[1]
     tokens = _continued(model, prompt_BLK, more, most_likely)
-    yield "greedy tokens", tokens, golden["greedy_tokens"]
+    given = prompt_BLK.shape[1]
+    ours, published = (
+        up_to_eos(ids, given, lm.eos_id) for ids in (tokens, golden["greedy_tokens"])
+    )
+    yield "greedy tokens", ours, published
 
 
 def temperature_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:

@@ -55,12 +55,14 @@ class _PublishedLm:
       params: the parameters.
       frozen: variables of the autoencoder; empty without one.
       rows: table from the parameters to published names.
+      eos_id: the token that ends a text.
     """
 
     task: LmTask
     params: Params
     frozen: Params
     rows: list[names.Row]
+    eos_id: int
 
     def bind(self) -> ChunkModel:
         """The model as the samplers see it."""
@@ -90,6 +92,7 @@ class PublishedLlama(_PublishedLm):
         protocol = brier.Protocol(num_samples=2)
         self.task = AutoregressiveTask(model, config["pad_token_id"], protocol)
         self.rows = names.autoregressive_rows(body, config.is_tied)
+        self.eos_id = config["eos_token_id"]
         self.params, self.frozen = _read(self.rows, folder, self.task), {}
 
 
@@ -112,6 +115,7 @@ class PublishedCalm(_PublishedLm):
         protocol = brier.Protocol(num_samples=2, skip_last_start=True)
         self.task = CalmTask(model, autoencoder.model, protocol)
         self.rows = names.calm_rows(body, head_config)
+        self.eos_id = config["eos_token_id"]
         self.params, self.frozen = _read(self.rows, folder, self.task), autoencoder.variables
 
     def predicting(self, params: Params, ids: np.ndarray) -> jax.Array:

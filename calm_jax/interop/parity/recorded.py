@@ -1,19 +1,60 @@
 """Types and helpers that all golden cases share."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from jax.typing import ArrayLike
 
 from calm_jax.interop import names
 
-# The arrays of a case's npz file, by name.
-Arrays = Mapping[str, np.ndarray]
+
+class MissingArray(Exception):
+    """A case cannot go on without an array that its file lacks; the message is the array's name."""
+
+
+class Missing:
+    """Stands for a recorded array that the file lacks. A comparison with it fails; computing with it raises `MissingArray`."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def reshape(self, *_: Any) -> "Missing":
+        """What is only reshaped is compared later."""
+        return self
+
+    def __getattr__(self, _: str) -> Any:
+        raise MissingArray(self.name)
+
+    def _raise(self, *_: Any) -> Any:
+        raise MissingArray(self.name)
+
+    # Python looks these up in the class.
+    __array__ = __len__ = __iter__ = __getitem__ = __float__ = __int__ = _raise
+    __add__ = __sub__ = __mul__ = __gt__ = __ge__ = _raise
+
+
+class Arrays(dict[str, np.ndarray]):
+    """The arrays of a case's npz file, by name; a `Missing` for a name that it lacks."""
+
+    def __missing__(self, name: str) -> Any:
+        return Missing(name)
+
+
 # Each compared quantity: its name, the value computed here, and the recorded value.
-Comparisons = Iterator[tuple[str, ArrayLike, ArrayLike]]
+Comparisons = Iterator[tuple[str, ArrayLike, ArrayLike | Missing]]
 
 
-def gradients(rows: list[names.Row], gradient: Mapping, golden: Arrays) -> Comparisons:
+def up_to_eos(tokens_BT: ArrayLike, prompt_size: int, eos_id: int) -> np.ndarray:
+    """Texts without what follows their first generated eos, whose ids become -1: what is computed there has no meaning."""
+    tokens_BT = np.array(tokens_BT)
+    is_eos_BT = tokens_BT == eos_id
+    is_eos_BT[:, :prompt_size] = False
+    behind_BT = np.cumsum(is_eos_BT, axis=1) - is_eos_BT > 0
+    return np.where(behind_BT, -1, tokens_BT)
+
+
+def gradients(rows: list[names.Row], gradient: dict, golden: Arrays) -> Comparisons:
     """Compares a gradient, a nested dict of the parameters' gradients, with every recorded `grad/NAME`."""
     tensors = names.write_parameters(rows, gradient)
     for key, value in golden.items():
