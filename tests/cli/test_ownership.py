@@ -1,6 +1,7 @@
 """A folder has one owner: a second process is refused, and the folder of a killed one is taken over. Real processes."""
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -79,3 +80,20 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
         owned(tmp_path / "file" / "folder", "--flag"),
     ):
         pass
+
+
+def test_a_file_system_without_locks_is_named_and_no_obstacle(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with owned(tmp_path / "folder", "--flag=folder"):
+        (tmp_path / "folder" / "file").touch()
+    err = capsys.readouterr().err
+    assert (
+        err
+        == "note: --flag=folder is on a file system without locks: let no other command write to it\n"
+    )
+    with pytest.raises(ZeroDivisionError), owned(tmp_path / "other", "--flag"):
+        raise ZeroDivisionError
+    assert os.listdir(tmp_path) == ["folder"]

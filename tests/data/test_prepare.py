@@ -465,6 +465,13 @@ def test_a_task_ends_when_the_marker_of_its_run_is_gone(tmp_path):
         Reporter(tmp_path / "run-1")(1, 2, 3)
 
 
+@pytest.mark.slow
+def test_the_files_have_the_permissions_of_the_umask(tmp_path, files):
+    run(PREPARE, *arguments(files, tmp_path / "out"), umask=0o077)
+    paths = list((tmp_path / "out").rglob("*"))
+    assert len(paths) > 5 and not [path for path in paths if path.stat().st_mode & 0o077]
+
+
 def test_a_folder_locked_by_another_process_is_refused(tmp_path, files, prepare):
     (tmp_path / "out").mkdir()
     with open(tmp_path / "out" / "lock", "w") as lock:

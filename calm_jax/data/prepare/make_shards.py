@@ -6,8 +6,8 @@ import itertools
 import json
 import pathlib
 import shutil
-import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -102,8 +102,8 @@ def _make_shard(
     report: Report,
 ) -> None:
     # Two workers may make the same shard, if Dask took the first for dead, so each writes into a folder of its own.
-    beside = pathlib.Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=work))
-    beside.chmod(0o755)
+    beside = work / f"{path.name}.{uuid.uuid4().hex}"
+    beside.mkdir()
     try:
         with ShardWriter(beside, tokenizer.vocab_size) as writer:
             framed = _framed(documents, tokenizer, options, report)
