@@ -1,0 +1,80 @@
+"""Every command of the README, the docs and launch/ that names hardware fits there: both stages are compiled for it."""
+
+import json
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from tests.planning.test_planner import need_cuda, need_tpu, plan
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+# (file, a part of its text, hardware that the text names). Each is a training of CALM-M or CALM-XL with the published batch.
+COMMANDS = (
+    ("README.md", "launch/single_host.sh --config=configs/calm_m.py", "h100:8"),
+    ("launch/reproduce_calm_m.sh", "launcher=launch/single_host.sh", "h100:8"),
+    (
+        "docs/scaling.md",
+        "sbatch --nodes=4 launch/slurm_gpu.sh --config=configs/calm_m.py --workdir=/shared/runs/calm_m",
+        "h100:8x4",
+    ),
+    (
+        "docs/scaling.md",
+        "--accelerator=v5litepod-256 --runtime=v2-alpha-tpuv5-lite --spot",
+        "v5e:16x16",
+    ),
+    (
+        "docs/scaling.md",
+        "--config=configs/calm_xl.py --topology=v5e:16x16 --config.mesh.data=16 --config.mesh.fsdp=16",
+        "v5e:16x16",
+    ),
+)
+
+
+def planned(text: str, topology: str) -> list[tuple[str, ...]]:
+    """The options of the plans of a command, one for each stage; a script without --config trains CALM-M."""
+    options = [word for word in shlex.split(text) if word.startswith("--config")]
+    recipe = (
+        []
+        if any(word.startswith("--config=") for word in options)
+        else ["--config=configs/calm_m.py"]
+    )
+    return [
+        (*recipe, *options, f"--topology={topology}", f"--stage={stage}")
+        for stage in ("autoencoder", "lm")
+    ]
+
+
+PLANS = sorted({one for _, text, topology in COMMANDS for one in planned(text, topology)})
+
+
+@pytest.mark.parametrize(("file", "text"), [command[:2] for command in COMMANDS])
+def test_the_commands_are_those_of_the_files(file, text):
+    # Commands are broken into lines.
+    joined = re.sub(r"\\\n\s*", "", (ROOT / file).read_text())
+    assert text in re.sub(r" +", " ", joined)
+
+
+def _id(options: tuple[str, ...]) -> str:
+    return " ".join(word.partition("=")[2] for word in options)
+
+
+@need_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [one for one in PLANS if "h100" in str(one)], ids=_id)
+def test_a_command_for_gpus_fits(options, tmp_path):
+    assert_fits(options, tmp_path)
+
+
+@need_tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [one for one in PLANS if "v5e" in str(one)], ids=_id)
+def test_a_command_for_tpus_fits(options, tmp_path):
+    assert_fits(options, tmp_path)
+
+
+def assert_fits(options: tuple[str, ...], tmp_path: pathlib.Path) -> None:
+    done = plan(*options, f"--output={tmp_path}/plan.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "plan.json").read_text())["fits"]
