@@ -30,7 +30,7 @@ from calm_jax import brier
 from calm_jax.brier import ORDERS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
-from calm_jax.cli.files import write_atomically
+from calm_jax.cli.files import local_path, write_atomically
 from calm_jax.cli.flags import parse_recipe_flags
 from calm_jax.config import Config, resolve
 from calm_jax.data.tokenizers import Tokenizer, open_tokenizer
@@ -171,6 +171,8 @@ def _print(scores: Mapping[str, brier.Score], num_places: int) -> None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise UserError(f"unexpected argument {argv[1]!r}")
+    written = local_path(_WRITE.value, "--write_references")
+    output = local_path(_OUTPUT.value, "--output")
     config = None if _CONFIG.value is None else resolve(_CONFIG.value)
     keep_compiled_programs()
     if _WRITE.value:
@@ -181,7 +183,7 @@ def main(argv: list[str]) -> None:
                 raise UserError(
                     f"--{flag.name} has no meaning with --write_references: leave it out"
                 )
-        _write(config, Workdir(_folder()).tokenizer, pathlib.Path(_WRITE.value))
+        _write(config, Workdir(_folder()).tokenizer, written)
         return
     systems = [*_SAMPLES.value, *_MODEL.value]
     if not _REFERENCES.value or not systems:
@@ -198,7 +200,7 @@ def main(argv: list[str]) -> None:
                 json.dumps({"id": id, "samples": several}) + "\n"
                 for id, several in drawn[name].items()
             ]
-            write_atomically(pathlib.Path(_OUTPUT.value), "".join(lines))
+            write_atomically(output, "".join(lines))
     scores = {name: scorer.score(samples) for name, samples in drawn.items()}
     if config is not None:
         text = Dataset(config, read_corpus(config), Workdir(_folder()).tokenizer)

@@ -26,12 +26,21 @@ def local_path(name: str, flag: str) -> pathlib.Path:
     return pathlib.Path(name)
 
 
-def write_atomically(path: pathlib.Path, text: str, tag: str = "") -> None:
-    """Writes a text file under a temporary name and renames it, so that it is never seen half-written, even after a power cut.
+def sync(path: pathlib.Path) -> None:
+    """Waits until the content of a file, or the names in a folder, are on the disk, where they survive a power cut."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def write_atomically(path: pathlib.Path, content: str | bytes, tag: str = "") -> None:
+    """Writes a file under a temporary name and renames it, so that it is never seen half-written, even after a power cut.
 
     Args:
       path: the file to write.
-      text: its content.
+      content: what it holds, text as UTF-8.
       tag: part of the temporary name; must differ between processes that may write the same file at once.
 
     Raises:
@@ -39,8 +48,8 @@ def write_atomically(path: pathlib.Path, text: str, tag: str = "") -> None:
     """
     unfinished = path.with_name(f"{path.name}{tag}.tmp")
     try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(unfinished, "wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)

@@ -10,7 +10,7 @@ import rich.table
 import rich.text
 
 from calm_jax.cli import progress
-from calm_jax.cli.files import nan_to_none
+from calm_jax.cli.files import nan_to_none, sync
 from calm_jax.config import Config
 from calm_jax.errors import UserError
 from calm_jax.evaluation.tradeoff import name_of
@@ -145,6 +145,7 @@ def append(workdir: Workdir, record: Mapping) -> None:
     try:
         with open(path, "a", encoding="utf-8") as lines:
             lines.write(json.dumps(nan_to_none(record), allow_nan=False) + "\n")
+        sync(path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
 

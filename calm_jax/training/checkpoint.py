@@ -10,7 +10,9 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
+from calm_jax.cli.files import sync
 from calm_jax.errors import UserError
+from calm_jax.parallel import multihost
 from calm_jax.parallel.mesh import shardings
 from calm_jax.parallel.multihost import AgreedError
 from calm_jax.training.checksums import checksums
@@ -58,7 +60,7 @@ class Checkpointer:
     """The checkpoints of one stage, each a folder named by its step.
 
     `save` returns once the arrays are copied off the devices. A checkpoint's folder gets its name when it is complete, so
-    that a killed run leaves no partial checkpoint.
+    that a killed run leaves no partial checkpoint, and when its files are synced to the disk, so that a power cut does not either.
 
     Attributes:
       folder: the folder of the checkpoints.
@@ -68,9 +70,24 @@ class Checkpointer:
     def __init__(self, folder: pathlib.Path, keep: int):
         self.folder = folder
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=True, cleanup_tmp_directories=True
+            max_to_keep=keep,
+            create=True,
+            cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._sync),
         )
         self._manager = _Manager(folder.resolve(), options=options)
+
+    def _sync(self) -> None:
+        """Syncs the descriptions of a complete checkpoint to the disk, before it gets its name.
+
+        TensorStore has synced the arrays, which are below folders `d`.
+        """
+        if not multihost.is_primary():
+            return
+        for unfinished in self.folder.glob("*.orbax-checkpoint-tmp*"):
+            for path in unfinished.rglob("*"):
+                if path.is_dir() or path.parent.name != "d":
+                    sync(path)
 
     @property
     def latest_step(self) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import tensorboardX
 
-from calm_jax.cli.files import nan_to_none, write_atomically
+from calm_jax.cli.files import nan_to_none, sync, write_atomically
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
 
@@ -43,6 +43,15 @@ class MetricsLog:
         lines = "".join(json.dumps(record) + "\n" for record in self.records)
         write_atomically(self._path, lines)
         self._open_events(stage, purge_step=step + 1)
+
+    def sync(self) -> None:
+        """Waits until the records are on the disk. Raises `UserError` if they cannot be written."""
+        if not multihost.is_primary() or not self._path.exists():
+            return
+        try:
+            sync(self._path)
+        except OSError as error:
+            raise UserError(f"{self._path} cannot be written: {error.strerror}") from error
 
     def find(self, stage: str, split: str, step: int) -> dict | None:
         """The record of a stage's step in a split; None if there is none."""

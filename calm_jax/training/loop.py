@@ -172,6 +172,8 @@ class Trainer:
         if step != self._saved_step:
             # After too many non-finite updates the state no longer changes, and must not be saved as a later step.
             self._check_finite()
+            # A run that resumes from this checkpoint needs the records before it.
+            self._log.sync()
             rest = _all_but_params(self._state)
             self._checkpointer.save(step, self._state.params, rest, self._about)
             self._saved_step = step

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from calm_jax.cli.files import write_atomically
+
 
 class Tokenizer(abc.ABC):
     """Text to token ids and back. Lossless: `decode(encode(text)) == text` for every valid text.
@@ -70,8 +72,8 @@ class Tokenizer(abc.ABC):
     def save(self, folder: pathlib.Path) -> None:
         """Writes `model` and `description.json` into `folder`; `load_tokenizer` reads them."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "model").write_bytes(self.model)
-        (folder / "description.json").write_text(json.dumps(self.description, indent=2) + "\n")
+        write_atomically(folder / "model", self.model)
+        write_atomically(folder / "description.json", json.dumps(self.description, indent=2) + "\n")
 
 
 class ByteTokenizer(Tokenizer):

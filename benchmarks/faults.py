@@ -1,0 +1,407 @@
+"""Commands that are killed, stopped, started twice or lose what was not on the disk: do they end as undisturbed ones do?
+
+    python -m benchmarks.faults --folder=DIR [--times=10] [--seed=0] [--jobs=train,prepare,...] [--faults=kill,two,...]
+
+A trial starts a command on a tiny recipe, does the fault at a random moment of it, and gives the same command again until
+it ends with status 0. Its files must then hold what the undisturbed command wrote: all checksums of parameters and optimizer,
+metrics, samples and scores, or the very bytes; and nothing else may lie beside them. A line of error that offers a command
+to go on with is obeyed. DIR gets trials.jsonl, one line for each trial; the same call goes on from there. The table counts
+trials that recovered, and trials that lost something, of which there must be none.
+
+Faults: `kill`, `term` and `int` are SIGKILL, SIGTERM and SIGINT; `stop` is SIGSTOP for a second; `two` starts the command a
+second time meanwhile; `cut` is SIGKILL and a disk that loses, of every file, a random part of what was not synced yet.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import rich.table
+from absl import app, flags
+
+from calm_jax.cli import progress
+from calm_jax.cli.command import command
+from calm_jax.cli.files import local_path, write_atomically
+from calm_jax.cli.flags import parse_flags
+from calm_jax.errors import UserError
+
+_FOLDER = flags.DEFINE_string("folder", "", "folder for runs and results")
+_TIMES = flags.DEFINE_integer("times", 10, "trials of each job and fault", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "seed of texts and moments")
+
+_ROOT = pathlib.Path(__file__).parent.parent
+# A command that takes longer hangs.
+_MOST_SECONDS = 900
+# How often a command may be given again.
+_MOST_CALLS = 4
+_WORDS = [
+    "def",
+    "class",
+    "return",
+    "import",
+    "self",
+    "value",
+    "name",
+    "for",
+    "in",
+    "(",
+    ")",
+    ":",
+    "\n",
+]
+_TIMING = {"seconds", "tokens_per_second", "training_seconds", "chunk_seconds", "mfu"}
+
+
+def _untimed(value: Any) -> Any:
+    """A copy of nested JSON values without times and rates."""
+    if isinstance(value, dict):
+        return {key: _untimed(one) for key, one in value.items() if key not in _TIMING}
+    return [_untimed(one) for one in value] if isinstance(value, list) else value
+
+
+def _lines(path: pathlib.Path) -> list:
+    return [_untimed(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _of_run(folder: pathlib.Path) -> dict[str, Any]:
+    """What must be equal of two workdirs: the checksums of the last checkpoints, and what was measured and written."""
+    found: dict[str, Any] = {}
+    for stage in ("autoencoder", "lm"):
+        steps = sorted(int(path.name) for path in (folder / stage).iterdir() if path.name.isdigit())
+        about = json.loads((folder / stage / str(steps[-1]) / "about" / "metadata").read_text())
+        found[stage] = [steps, about["checksums"]]
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        if (folder / name).exists():
+            found[name] = _lines(folder / name)
+    # Evaluations of an interrupted command may be there twice, which is no loss.
+    if "evaluations.jsonl" in found:
+        found["evaluations.jsonl"] = found["evaluations.jsonl"][-1]
+    for name in ("results.json", "config.json"):
+        if (folder / name).exists():
+            found[name] = _untimed(json.loads((folder / name).read_text()))
+    if (folder / "samples.txt").exists():
+        found["samples.txt"] = (folder / "samples.txt").read_text()
+    return found
+
+
+def _of_bytes(folder: pathlib.Path) -> dict[str, Any]:
+    """A hash of every file; those of a preparation that name its input or its last call are left out."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("lock", "inputs.json")
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A command.
+
+    Attributes:
+      arguments: of `python -m`, for a given output.
+      outcome: what its output holds, of JSON's types.
+      source: the output of the job that it begins with a copy of; empty for an output that it makes.
+    """
+
+    arguments: Callable[[pathlib.Path], list[str]]
+    outcome: Callable[[pathlib.Path], Any]
+    source: str = ""
+
+
+def _jobs(folder: pathlib.Path) -> dict[str, Job]:
+    recipe = f"--config=tests/tiny_recipe.py:{folder}/text/*.txt"
+    often = [f"--config.{stage}.training.checkpoint_every=2" for stage in ("autoencoder", "lm")]
+    trained = folder / "reference" / "train"
+    text = [f"--input={folder}/text/*.txt", "--tokenizer=bytes", "--shard_characters=2000"]
+    exported = folder / "reference" / "export"
+    return {
+        "train": Job(lambda out: ["calm_jax.main", recipe, *often, f"--workdir={out}"], _of_run),
+        "evaluate": Job(
+            lambda out: ["calm_jax.main", "--mode=eval", f"--config=configs/workdir.py:{out}"],
+            _of_run,
+            "train",
+        ),
+        "generate": Job(
+            lambda out: [
+                *["calm_jax.generate", f"--workdir={trained}", "--max_tokens=16", "--overwrite"],
+                *["--prompt=def ", "--prompt=class ", f"--output={out}"],
+            ],
+            _lines,
+        ),
+        "prepare": Job(
+            lambda out: ["calm_jax.data.prepare", *text, "--workers=1", f"--output={out}"],
+            _of_bytes,
+        ),
+        "convert": Job(
+            lambda out: [
+                *["calm_jax.interop.convert", f"--source={exported}", "--tokenizer=bytes"],
+                f"--workdir={out}",
+            ],
+            _of_run,
+        ),
+        "export": Job(
+            lambda out: [
+                *["calm_jax.interop.export", f"--workdir={trained}", "--ae_path=autoencoder"],
+                f"--target={out}",
+            ],
+            _of_bytes,
+        ),
+    }
+
+
+FAULTS = ("kill", "term", "int", "stop", "two", "cut")
+_JOBS = flags.DEFINE_list(
+    "jobs",
+    ["train", "evaluate", "generate", "prepare", "convert", "export"],
+    "commands to disturb",
+)
+_FAULTS = flags.DEFINE_list("faults", list(FAULTS), f"what to do to them, of {', '.join(FAULTS)}")
+
+
+def _start(arguments: list[str], log: pathlib.Path, **environment: str) -> subprocess.Popen:
+    with open(log, "ab") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            cwd=_ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=os.environ | environment,
+            # Of its own, so that the workers of a preparation can be ended with it.
+            start_new_session=True,
+        )
+
+
+def _end(process: subprocess.Popen) -> int:
+    """Waits for a process, which is killed if it hangs, and ends what it left. Returns its status."""
+    try:
+        return process.wait(_MOST_SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _last_error(log: pathlib.Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.startswith("error: ")), "")
+
+
+def _lose(paths: list[pathlib.Path], log: pathlib.Path, chance: random.Random) -> int:
+    """Cuts files to a random length that is not below the synced one. Returns the number of files cut.
+
+    The names of files, which a journal keeps in order, are not lost.
+    """
+    synced: dict[int, int] = {}
+    if log.exists():
+        for line in log.read_text().splitlines():
+            inode, size = map(int, line.split())
+            synced[inode] = size
+    cut = 0
+    for path in paths:
+        about = path.stat()
+        kept = synced.get(about.st_ino, 0)
+        if kept < about.st_size:
+            os.truncate(path, chance.randint(kept, about.st_size - 1))
+            cut += 1
+    return cut
+
+
+def _compiled_recorder(folder: pathlib.Path) -> pathlib.Path:
+    """The library of synced.c."""
+    library = folder / "synced.so"
+    if not library.exists():
+        source = pathlib.Path(__file__).with_name("synced.c")
+        try:
+            subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise UserError(f"--faults=cut needs a C compiler, cc ({error})") from error
+    return library
+
+
+def _disturb(
+    fault: str, job: Job, output: pathlib.Path, moment: float, chance: random.Random
+) -> list[str]:
+    """Runs a command with a fault after `moment` seconds. Returns what went wrong, nothing for most faults."""
+    log, wrong = output.with_name("log.txt"), []
+    environment = {}
+    if fault == "cut":
+        recorder = _compiled_recorder(output.parents[1])
+        environment = {"LD_PRELOAD": str(recorder), "SYNCED_LOG": str(output.with_name("synced"))}
+        # Of what was there before nothing is lost.
+        for path in output.rglob("*"):
+            with open(output.with_name("synced"), "a") as synced:
+                synced.write(f"{path.stat().st_ino} {path.stat().st_size}\n")
+    process = _start(job.arguments(output), log, **environment)
+    try:
+        time.sleep(moment)
+        if fault == "two":
+            second = _end(_start(job.arguments(output), log))
+            refused = "is in use" in _last_error(log) or "is there already" in _last_error(log)
+            if second not in (0, 2) or (second == 2 and not refused):
+                wrong.append(f"the second command ended with status {second}: {_last_error(log)}")
+            if process.wait(_MOST_SECONDS) != 0 and second != 0:
+                wrong.append(f"both commands failed: {_last_error(log)}")
+        elif fault == "stop":
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(1)
+            process.send_signal(signal.SIGCONT)
+            if process.wait(_MOST_SECONDS) != 0:
+                wrong.append(f"the stopped command failed: {_last_error(log)}")
+        else:
+            number = {"term": signal.SIGTERM, "int": signal.SIGINT}.get(fault, signal.SIGKILL)
+            process.send_signal(number)
+    finally:
+        _end(process)
+    if fault == "cut":
+        beside = [path for path in output.parent.rglob("*") if path.is_file()]
+        own = (log, output.with_name("synced"))
+        _lose([path for path in beside if path not in own], output.with_name("synced"), chance)
+    return wrong
+
+
+def _recover(job: Job, output: pathlib.Path) -> tuple[int, list[str]]:
+    """Gives the command until it ends with status 0: how many calls that took, and what went wrong."""
+    log = output.with_name("log.txt")
+    for call in range(1, _MOST_CALLS + 1):
+        log.unlink(missing_ok=True)
+        status, line = _end(_start(job.arguments(output), log)), _last_error(log)
+        if status == 0 or (status == 2 and f"{output} is there already" in line):
+            return call, []
+        offered = re.search(r"`mv (\S+) (\S+)`", line)
+        if status != 2 or not offered:
+            return call, [f"status {status}: {log.read_text(errors='replace')[-500:]}"]
+        os.rename(offered[1], offered[2])
+    return _MOST_CALLS, ["it was given too often"]
+
+
+def _trial(
+    name: str, fault: str, number: int, job: Job, reference: dict, root: pathlib.Path
+) -> dict:
+    chance = random.Random(f"{_SEED.value} {name} {fault} {number}")
+    moment = chance.uniform(0, reference["seconds"])
+    folder = root / f"{name}-{fault}-{number}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    output = folder / "output"
+    if job.source:
+        shutil.copytree(root / "reference" / job.source, output)
+    wrong = _disturb(fault, job, output, moment, chance)
+    calls, more = _recover(job, output)
+    wrong += more
+    if not wrong:
+        found = json.loads(json.dumps(job.outcome(output)))
+        wrong += [f"{key} differs" for key in _differing(found, reference["outcome"])]
+        left = {path.name for path in folder.iterdir()} - {"output", "log.txt", "synced"}
+        wrong += [f"{one} is left" for one in sorted(left)]
+    if not wrong:
+        shutil.rmtree(folder)
+    record = {"job": name, "fault": fault, "number": number, "moment": round(moment, 3)}
+    return record | {"calls": calls, "wrong": wrong}
+
+
+def _differing(found: Any, expected: Any) -> list[str]:
+    if found == expected:
+        return []
+    if not isinstance(found, dict):
+        return ["the output"]
+    return [key for key in expected | found if found.get(key) != expected.get(key)]
+
+
+def _reference(name: str, job: Job, jobs: dict[str, Job], root: pathlib.Path) -> dict:
+    """Outcome and duration of an undisturbed command. The second of two calls is timed, which compiles nothing."""
+    path = root / "reference" / f"{name}.json"
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    (root / "reference").mkdir(exist_ok=True)
+    output, log = root / "reference" / name, root / "reference" / "log.txt"
+    for _ in range(2):
+        if output.is_dir():
+            shutil.rmtree(output)
+        if job.source:
+            _reference(job.source, jobs[job.source], jobs, root)
+            shutil.copytree(root / "reference" / job.source, output)
+        log.unlink(missing_ok=True)
+        began = time.monotonic()
+        if _end(_start(job.arguments(output), log)):
+            raise UserError(f"the undisturbed {name} failed: {_last_error(log)}, see {log}")
+        seconds = time.monotonic() - began
+    record = {"seconds": seconds, "outcome": job.outcome(output)}
+    write_atomically(path, json.dumps(record))
+    return json.loads(json.dumps(record))
+
+
+def _show(records: list[dict]) -> None:
+    table = rich.table.Table(
+        "job", "fault", "times", "recovered", "after a `mv`", "lost", title="faults"
+    )
+    for name, fault in dict.fromkeys((one["job"], one["fault"]) for one in records):
+        some = [one for one in records if (one["job"], one["fault"]) == (name, fault)]
+        lost = [one for one in some if one["wrong"]]
+        again = sum(one["calls"] > 1 for one in some if not one["wrong"])
+        cells = (len(some), len(some) - len(lost), again, len(lost))
+        table.add_row(name, fault, *map(str, cells))
+    progress.console().print(table)
+    for one in records:
+        for reason in one["wrong"]:
+            print(f"{one['job']}-{one['fault']}-{one['number']}: {reason}")
+
+
+@command
+def main(argv: list[str]) -> int:
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}")
+    if not _FOLDER.value:
+        raise UserError("give a folder: --folder=DIR")
+    root = local_path(_FOLDER.value, "--folder").absolute()
+    jobs = _jobs(root)
+    for flag, known in ((_JOBS, tuple(jobs)), (_FAULTS, FAULTS)):
+        for value in flag.value:
+            if value not in known:
+                raise UserError(f"--{flag.name}={value} is none of {', '.join(known)}")
+    (root / "text").mkdir(parents=True, exist_ok=True)
+    chance = random.Random(_SEED.value)
+    for number in range(12):
+        words = " ".join(chance.choices(_WORDS, k=400 + 50 * number))
+        write_atomically(root / "text" / f"{number}.txt", words)
+    trials = root / "trials.jsonl"
+    records = (
+        [json.loads(line) for line in trials.read_text().splitlines()] if trials.exists() else []
+    )
+    done = {(one["job"], one["fault"], one["number"]) for one in records}
+    if {"generate", "export", "convert"} & set(_JOBS.value):
+        _reference("train", jobs["train"], jobs, root)
+    if "convert" in _JOBS.value:
+        _reference("export", jobs["export"], jobs, root)
+    references = {name: _reference(name, jobs[name], jobs, root) for name in _JOBS.value}
+    for number in range(_TIMES.value):
+        for name in _JOBS.value:
+            for fault in _FAULTS.value:
+                if (name, fault, number) in done:
+                    continue
+                record = _trial(name, fault, number, jobs[name], references[name], root)
+                records.append(record)
+                with open(trials, "a") as lines:
+                    lines.write(json.dumps(record) + "\n")
+                print(
+                    f"{name}-{fault}-{number}: {'LOST' if record['wrong'] else 'recovered'}",
+                    flush=True,
+                )
+    _show(records)
+    return int(any(one["wrong"] for one in records))
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags)

@@ -1,0 +1,45 @@
+"""`python -m benchmarks.faults`: a short campaign, and what its disk loses."""
+
+import json
+import os
+import random
+
+import pytest
+
+from benchmarks import faults
+from tests.workdirs import run
+
+
+def test_a_disk_loses_only_what_was_not_synced(tmp_path):
+    paths = [tmp_path / name for name in ("synced", "half", "new")]
+    for path in paths:
+        path.write_bytes(b"x" * 1000)
+    log = tmp_path / "log"
+    log.write_text(f"{paths[0].stat().st_ino} 1000\n{paths[1].stat().st_ino} 400\n")
+    sizes = set()
+    for seed in range(20):
+        for path in paths:
+            path.write_bytes(b"x" * 1000)
+        assert faults._lose(paths, log, random.Random(seed)) == 2
+        sizes.add(tuple(path.stat().st_size for path in paths))
+    assert {whole for whole, _, _ in sizes} == {1000}
+    assert all(400 <= half < 1000 and 0 <= new < 1000 for _, half, new in sizes)
+    assert len({new for _, _, new in sizes}) > 10
+
+
+def test_an_output_that_differs_is_lost():
+    assert faults._differing({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == ["b", "c"]
+    assert faults._differing([1], [2]) == ["the output"]
+    assert faults._differing({"a": [1]}, {"a": [1]}) == []
+
+
+@pytest.mark.slow
+def test_commands_that_are_killed_doubled_or_lose_the_last_writes_lose_nothing(tmp_path):
+    command = ("benchmarks.faults", f"--folder={tmp_path}", "--times=1")
+    for more in (("--jobs=train", "--faults=cut"), ("--jobs=export", "--faults=kill,two")):
+        run(*command, *more, env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"})
+    records = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    assert [one["wrong"] for one in records] == [[], [], []]
+    # What is done is not done again.
+    run(*command, "--jobs=export", "--faults=kill,two", env=dict(os.environ))
+    assert len((tmp_path / "trials.jsonl").read_text().splitlines()) == 3
