@@ -9,6 +9,7 @@ import itertools
 import math
 
 from calm_jax.config import Config
+from calm_jax.models import vocabulary
 from calm_jax.models.autoencoder import AutoencoderConfig
 from calm_jax.models.heads.diffusion import DiffusionHeadConfig
 from calm_jax.models.heads.energy import EnergyHeadConfig
@@ -182,17 +183,24 @@ def training(config: Config, stage: str, vocab_size: int) -> float:
     return sum(lm_training(config, vocab_size, Count.OURS).values())
 
 
-def recomputed(config: Config, stage: str, vocab_size: int) -> float:
+def recomputed(config: Config, stage: str, vocab_size: int, num_shards: int) -> float:
     """FLOPs per token that the backward pass of `stage` spends on computing activations again.
 
-    A forward pass is a third of the FLOPs of training.
+    Logits are computed again where a device does not hold those of its microbatch at once. `num_shards` is the number of
+    devices that the rows are split over. A forward pass is a third of the FLOPs of training.
     """
+    section = getattr(config, stage)
+    tokens = section.training.batch_size * section.data.block_tokens
+    positions = max(1, tokens // (section.training.accumulation_steps * num_shards))
+    in_blocks = vocabulary.block_size(positions, vocab_size) < vocab_size
     if stage == "autoencoder":
-        return 0.0
-    parts = lm_training(config, vocab_size, Count.OURS)
-    again = parts["backbone"] if config.lm.model.remat == "full" else 0.0
-    # The softmax head always recomputes its logits.
-    return (again + parts.get("vocabulary", 0.0)) / 3
+        return _linear(config.autoencoder.model.hidden_size, vocab_size) if in_blocks else 0.0
+    again = 0.0
+    if config.lm.model.remat == "full":
+        again += lm_training(config, vocab_size, Count.OURS)["backbone"] / 3
+    if in_blocks and (not config.has_autoencoder or config.lm.token_loss_weight):
+        again += _linear(config.lm.model.hidden_size, vocab_size)
+    return again
 
 
 def inference(

@@ -14,9 +14,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError
-from calm_jax.losses import Posterior, clamped_kl, cross_entropy
+from calm_jax.losses import Posterior, clamped_kl
+from calm_jax.models import vocabulary
 from calm_jax.models.layers import SwiGLU, linear, linear_in_float32, look_up, normal_init
-from calm_jax.models.vocabulary import logits
 from calm_jax.parallel.constraints import constrain
 
 
@@ -135,7 +135,8 @@ class Autoencoder(nn.Module):
     def decode(self, latent_PZ: Array) -> Array:
         """Latents [P, Z] -> float32 logits [P, K, V]."""
         with jax.named_scope("decode"):
-            return logits(self._refine(self.unfold(latent_PZ)), self.embed.embedding)
+            x_PKD = self._refine(self.unfold(latent_PZ))
+            return vocabulary.logits(x_PKD, self.embed.embedding)
 
     def unfold(self, latent_PZ: Array) -> Array:
         """First part of the decoder: latents [P, Z] -> one vector for each of the K positions, [P, K, D].
@@ -164,13 +165,13 @@ class Autoencoder(nn.Module):
         with jax.named_scope("argmax_tokens"):
             x_RD, table_VD = self._refine(x_RD), self.embed.embedding
             if block >= self.vocab_size:
-                return logits(x_RD, table_VD).argmax(-1).astype(jnp.int32)
+                return vocabulary.logits(x_RD, table_VD).argmax(-1).astype(jnp.int32)
 
             def better(index: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
                 # The last block starts early enough to be whole; tokens that it repeats do not change the maximum.
                 first = jnp.minimum(index * block, self.vocab_size - block)
                 rows = jax.lax.dynamic_slice_in_dim(table_VD, first, block)
-                logit_RV = logits(x_RD, rows)
+                logit_RV = vocabulary.logits(x_RD, rows)
                 most_R, token_R = logit_RV.max(-1), logit_RV.argmax(-1).astype(jnp.int32) + first
                 is_better_R = most_R > best[0]
                 return jnp.where(is_better_R, most_R, best[0]), jnp.where(
@@ -209,7 +210,9 @@ class Autoencoder(nn.Module):
         posterior = self.encode(jnp.where(noise.keep_token, tokens_PK, 0))
         latent_PZ = posterior.mean + posterior.std * noise.eps
         latent_PZ = jnp.where(noise.keep_latent, latent_PZ / (1 - self.config.dropout), 0)
-        ce_PK = cross_entropy(self.decode(latent_PZ), tokens_PK)
+        with jax.named_scope("decode"):
+            x_PKD = self._refine(self.unfold(latent_PZ))
+            ce_PK = vocabulary.cross_entropy(x_PKD, self.embed.embedding, tokens_PK)
         return ce_PK, clamped_kl(posterior, self.config.kl_clamp)
 
     def __call__(self, tokens_PK: Array) -> Array:

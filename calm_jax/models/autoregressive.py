@@ -40,9 +40,9 @@ class AutoregressiveLM(nn.Module):
         """See `SoftmaxHead.log_probs`."""
         return self.head.log_probs(h_PD)
 
-    def loss(self, h_BLD: Array, target_BL: Array, block: int) -> Array:
+    def loss(self, h_BLD: Array, target_BL: Array) -> Array:
         """See `SoftmaxHead.loss`."""
-        return self.head.loss(h_BLD, target_BL, block)
+        return self.head.loss(h_BLD, target_BL)
 
     def sample(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
         """See `SoftmaxHead.sample`."""

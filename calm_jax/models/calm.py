@@ -88,20 +88,19 @@ class TokenPredictor(nn.Module):
         self.norm = layer_norm(self.norm_epsilon, self.dtype)
         self.vocabulary = SoftmaxHead(self.vocab_size, self.hidden_size, self.dtype)
 
-    def loss(self, h_BLD: Array, tokens_BLK: Array, block: int) -> Array:
+    def loss(self, h_BLD: Array, tokens_BLK: Array) -> Array:
         """Cross-entropy of each next chunk's K tokens in nats, summed, float32 [B, L].
 
         Args:
             h_BLD: hidden states.
             tokens_BLK: the chunks to predict from them.
-            block: how many tokens of every row to compute logits of at once (see `SoftmaxHead.loss`).
         """
         with jax.named_scope("token_predictor"):
             # Unconstrained, XLA computes a wrong gradient on a mesh with data, fsdp and tensor axes (jaxlib 0.10.1).
             x_BLE = constrain(self.expand(constrain(nn.silu(self.up(h_BLD)))))
             x_BTD = self.norm(x_BLE.reshape(len(h_BLD), -1, self.hidden_size))
             target_BT = tokens_BLK.reshape(len(h_BLD), -1)
-            return self.vocabulary.loss(x_BTD, target_BT, block).reshape(tokens_BLK.shape).sum(-1)
+            return self.vocabulary.loss(x_BTD, target_BT).reshape(tokens_BLK.shape).sum(-1)
 
 
 class CALM(nn.Module):
@@ -157,10 +156,10 @@ class CALM(nn.Module):
         """The head's loss at each position, float32 [P]: hidden states against the next chunks."""
         return self.head.loss(h_PD, target, key_P)
 
-    def token_loss(self, h_BLD: Array, tokens_BLK: Array, block: int) -> Array:
+    def token_loss(self, h_BLD: Array, tokens_BLK: Array) -> Array:
         """See `TokenPredictor.loss`."""
         assert self.token_predictor is not None
-        return self.token_predictor.loss(h_BLD, tokens_BLK, block)
+        return self.token_predictor.loss(h_BLD, tokens_BLK)
 
     def sample(self, h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
         """Draws of the next chunk's latent, [P, N, Z]; see `calm_jax.models.heads`."""
@@ -171,5 +170,5 @@ class CALM(nn.Module):
         h_BLD, _ = self.hidden(tokens_BLK)
         h_PD = h_BLD.reshape(-1, h_BLD.shape[-1])
         if self.token_predictor is not None:
-            self.token_loss(h_BLD, tokens_BLK, tokens_BLK[0].size)
+            self.token_loss(h_BLD, tokens_BLK)
         return self.head.sample(h_PD, 1, key_P, noise_scale=1)

@@ -87,6 +87,15 @@ gathered_in.defvjp(
 )
 
 
+def scattered(gradient: jax.Array) -> jax.Array:
+    """Shards the last axis of a parameter's gradient over `fsdp`, so that of a sum over devices each gets its shard."""
+    fsdp = jax.sharding.get_abstract_mesh().shape.get("fsdp", 1)
+    if fsdp == 1 or gradient.shape[-1] % fsdp:
+        return gradient
+    spec = PartitionSpec(*(None,) * (gradient.ndim - 1), "fsdp")
+    return jax.lax.with_sharding_constraint(gradient, spec)
+
+
 def each_group(x: jax.Array, rows: jax.Array) -> jax.Array | None:
     """A copy of a parameter for each index of the data axis, [data, ...], to be used with that index's share of the rows.
 

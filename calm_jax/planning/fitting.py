@@ -105,7 +105,7 @@ def candidates(
     once, each = (traffic(0), traffic(1) - traffic(0)) if rates is not None else (0.0, 0.0)
 
     def cost(one: Config) -> tuple[float, bool, int]:
-        again = flops.recomputed(one, stage, vocab_size)
+        again = flops.recomputed(one, stage, vocab_size, shards)
         number = getattr(one, stage).training.accumulation_steps
         seconds = 0.0
         if rates is not None:

@@ -183,7 +183,8 @@ def compile_plan(lowered: Lowered) -> Plan:
         chosen=fitting.named(config, stage),
         tokens=tokens,
         flops=per_token * tokens,
-        recomputed=flops.recomputed(config, stage, vocab_size) * tokens,
+        recomputed=flops.recomputed(config, stage, vocab_size, mesh["data"] * mesh["fsdp"])
+        * tokens,
         xla_flops=xla_flops,
         memory=memory,
         needed=sum(memory.values()),

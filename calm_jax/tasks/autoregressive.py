@@ -8,8 +8,7 @@ from jax import Array
 
 from calm_jax import brier
 from calm_jax.models.autoregressive import AutoregressiveLM
-from calm_jax.parallel.constraints import rows_per_device
-from calm_jax.sampling.chunk_model import ChunkModel, at_once
+from calm_jax.sampling.chunk_model import ChunkModel
 from calm_jax.tasks.base import Batch, Metrics, Params, call, chunks, total
 from calm_jax.tasks.language_model import (
     chunk_model,
@@ -68,9 +67,7 @@ class AutoregressiveTask:
         variables = {"params": params}
         inputs = tokens_BLK[:, :-1], documents_of(batch, 1)
         h_BLD, _ = call(self.model, variables, "hidden", *inputs)
-        block = at_once(rows_per_device(len(h_BLD)) * self.model.vocab_size)
-        targets_BL = targets_BLK[:, 1:, 0]
-        return call(self.model, variables, "loss", h_BLD, targets_BL, block)
+        return call(self.model, variables, "loss", h_BLD, targets_BLK[:, 1:, 0])
 
     def loss(
         self, params: Params, frozen: Params, batch: Batch, key_B: Array, step: Array

@@ -12,7 +12,6 @@ from calm_jax.losses import Posterior, Target
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM
 from calm_jax.models.kv_cache import SegmentIds
-from calm_jax.parallel.constraints import rows_per_device
 from calm_jax.sampling.chunk_model import ChunkModel, at_once
 from calm_jax.tasks.base import Batch, Metrics, Params, call, chunks, flatten, split_keys, total
 from calm_jax.tasks.language_model import (
@@ -109,8 +108,7 @@ class CalmTask:
         counted_P = flatten(counted_chunks(0, targets_BLK))
         if self.model.token_predictor is None:
             return {"loss": total(loss_P, counted_P)}
-        block = at_once(rows_per_device(len(h_BLD)) * self.model.vocab_size)
-        arguments = h_BLD, tokens_BLK[:, 1:], block
+        arguments = h_BLD, tokens_BLK[:, 1:]
         token_P = flatten(call(self.model, {"params": params}, "token_loss", *arguments))
         return {
             "loss": total(loss_P + self.model.token_predictor.weight * token_P, counted_P),

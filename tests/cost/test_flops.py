@@ -12,7 +12,7 @@ from calm_jax.cost import flops
 from calm_jax.cost.flops import Count
 from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.parallel.devices import accelerator
-from configs import quickstart
+from configs import calm_m, quickstart
 
 # Llama 3's vocabulary with the pad token.
 VOCABULARY = 128257
@@ -156,3 +156,22 @@ def test_accelerators_are_found_by_jaxs_device_kind():
     assert accelerator("TPU v5 lite").flops == 197e12
     assert accelerator("TPU v5p").flops == accelerator("TPU v5").flops == 459e12
     assert accelerator("cpu") is None
+
+
+def test_logits_are_computed_again_where_a_device_cannot_hold_them():
+    """Stage 1 of CALM-M and the baseline; 2^27 logits are those of 1046 positions."""
+    tree = calm_m.get_config("head=softmax")
+    tree.lm.model.remat = "none"
+    tree.lm.training.accumulation_steps = 8
+    baseline = resolve(tree)
+    # 8 microbatches of 32 rows of 8192 tokens.
+    assert flops.recomputed(baseline, "lm", VOCABULARY, 32) == 2 * 1024 * VOCABULARY
+    assert flops.recomputed(baseline, "lm", VOCABULARY, 256) == 0
+    tree = calm_m.get_config()
+    tree.lm.model.remat = "none"
+    tree.autoencoder.training.accumulation_steps = tree.lm.training.accumulation_steps = 1
+    calm = resolve(tree)
+    assert flops.recomputed(calm, "autoencoder", VOCABULARY, 8) == 2 * 512 * VOCABULARY
+    assert flops.recomputed(calm, "autoencoder", 512, 8) == 0
+    # CALM's own loss has no logits.
+    assert flops.recomputed(calm, "lm", VOCABULARY, 8) == 0

@@ -372,11 +372,6 @@ def test_the_token_predictor_adds_its_weighted_cross_entropy_to_the_heads_loss()
     ce_BL[1, 1] = 0
     assert_close(metrics["token_loss"], (ce_BL.sum(), 3 * 4 - 1), 1e-4)
     assert_close(metrics["loss"][0], metrics["head_loss"][0] + 0.5 * metrics["token_loss"][0], 1e-5)
-    # In blocks of one position.
-    blockwise = jax.jit(
-        lambda h: task.model.apply({"params": params}, h, tokens_BLK[:, 1:], 1, method="token_loss")
-    )
-    assert_close(blockwise(h_BLD), ce_BLK.sum(-1), 1e-4)
 
 
 # --- Sizes

@@ -110,3 +110,56 @@ def test_calm_gathers_only_parameters_and_never_holds_logits(head, sizes):
     gathered = sum(one.moved for one in collectives if one.kind == "all-gather")
     share = (sizes[1] - 1) / sizes[1]
     assert gathered <= 1.1 * 4 * share * (2 * trained + frozen)
+
+
+BLOCKS = f"""
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from calm_jax.models import vocabulary
+from calm_jax.parallel.mesh import BATCH, MeshConfig, make_mesh
+from jax.sharding import NamedSharding, PartitionSpec
+
+rng = np.random.default_rng(0)
+x_BTD = np.float32(rng.normal(size=(8, 6, {WIDTH})))
+table_VD = np.float32(rng.normal(size=({VOCABULARY}, {WIDTH})))
+target_BT = np.int32(rng.integers(-1, {VOCABULARY}, (8, 6)))
+weight_BT = np.float32(rng.normal(size=(8, 6)))
+# Blocks of 256 tokens of the vocabulary, with any number of devices.
+vocabulary.block_size = lambda positions, vocab_size: 256
+
+
+def both(x_BTD, table_VD, target_BT, weight_BT):
+    loss_BT, pull = jax.vjp(
+        lambda x, table: vocabulary.cross_entropy(x, table, target_BT), x_BTD, table_VD
+    )
+    return loss_BT, *pull(weight_BT)
+
+
+arguments = x_BTD, table_VD, target_BT, weight_BT
+expected = jax.jit(both)(*arguments)
+for sizes in ((8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4)):
+    mesh = make_mesh(MeshConfig(*sizes))
+    rows, table = NamedSharding(mesh, BATCH), NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(arguments, (rows, table, rows, rows))
+        # A function of its own, as the blocks' constraints depend on the mesh.
+        program = jax.jit(lambda *a: both(*a), out_shardings=(rows, rows, table))
+        ours = program(*placed)
+    for a, b in zip(ours, expected):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_the_loss_in_blocks_of_the_vocabulary_is_the_same_on_every_mesh():
+    """Loss and gradients on eight devices equal those on one, with any axes."""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKS],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": flags},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,15 +1,18 @@
 """The programs that the compilers of accelerators make have the precision that the models ask for."""
 
 import re
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.config import resolve
 from calm_jax.data.tokenizers import Vocabulary
-from calm_jax.parallel.mesh import make_mesh
+from calm_jax.models import vocabulary
+from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.planning import planner, topology
 from tests import tiny_recipe
 from tests.planning.test_planner import need_cuda, need_tpu
@@ -46,40 +49,82 @@ def gradients_of_both_stages(name: str) -> str:
         return jax.grad(loss)(params)
 
     mesh = make_mesh(config.mesh, one.devices())
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return compiled(gradients, one, mesh, [params, {"params": params[0]}, batch]).as_text()
+
+
+def compiled(
+    function: Callable, one: topology.Topology, mesh: Mesh, shapes: list
+) -> jax.stages.Compiled:
+    """A function's program for one device of other hardware, from the shapes of its arguments."""
+    whole = NamedSharding(mesh, PartitionSpec())
     with jax.set_mesh(mesh), one.answering():
-        program = jax.jit(gradients, in_shardings=whole).lower(params, {"params": params[0]}, batch)
-        options = planner._OPTIONS.get(one.platform)
-        return program.compile(compiler_options=options).as_text()
+        lowered = jax.jit(function, in_shardings=whole).lower(*shapes)
+        return lowered.compile(compiler_options=planner._OPTIONS.get(one.platform))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+def products(text: str) -> Iterator[tuple[str, str, str, str, str]]:
+    """The name of each product, its precision, and the dtypes of its result and its operands."""
+    dtype_of = dict(RESULT.findall(text))
+    for line in text.splitlines():
+        product = PRODUCT.search(line)
+        is_other_call = "custom-call(" in line and "matmul" not in line and "gemm" not in line
+        if not product or is_other_call:
+            continue
+        first, second = (dtype_of[one.split()[-1]] for one in product[2].split(", ")[:2])
+        name = re.search(r'op_name="([^"]*)"', line)
+        precision = "highest" if "highest" in line.lower() else "default"
+        yield name[1], precision, product[1], first, second
+
+
+hardware = pytest.mark.parametrize(
     "name",
     [
         pytest.param("h100:1", marks=need_cuda, id="h100"),
         pytest.param("v5e:1x1", marks=need_tpu, id="v5e"),
     ],
 )
+
+
+@pytest.mark.slow
+@hardware
 def test_products_and_sums_have_the_precision_that_they_need(name):
     text = gradients_of_both_stages(name)
     scatters = re.findall(r"= ([a-z]+\d+)\[\S* scatter\(", text)
     assert scatters and set(scatters) == {"f32"}
-
-    dtype_of = dict(RESULT.findall(text))
     found = set()
-    for line in text.splitlines():
-        product = PRODUCT.search(line)
-        is_library = "custom-call(" in line and "matmul" not in line and "gemm" not in line
-        if not product or is_library:
-            continue
-        operands = [dtype_of[one.split()[-1]] for one in product[2].split(", ")[:2]]
-        name = re.search(r'op_name="([^"]*)"', line)
-        place = "float32" if IN_FULL.search(name[1]) and "stage1" not in name[1] else "bfloat16"
-        precision = "highest" if "highest" in line.lower() else "default"
-        found.add((place, precision, product[1], *operands))
+    for name, *precision_and_dtypes in products(text):
+        in_full = IN_FULL.search(name) and "stage1" not in name
+        found.add(("float32" if in_full else "bfloat16", *precision_and_dtypes))
     assert found == {
         ("float32", "highest", "f32", "f32", "f32"),
         ("bfloat16", "default", "bf16", "bf16", "bf16"),
         ("bfloat16", "default", "f32", "bf16", "bf16"),
     }
+
+
+@pytest.mark.slow
+@hardware
+def test_a_loss_of_65536_positions_over_llamas_vocabulary_needs_a_gibibyte(name):
+    """As stage 1 of CALM-M has on one of eight devices, whose logits alone are 31 GiB. All four products are bfloat16."""
+    one = topology.parse(name)
+    mesh = make_mesh(MeshConfig(1, 1, 1), one.devices())
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((65536, 512), jnp.bfloat16),
+            ((128257, 512), jnp.float32),
+            ((65536,), jnp.int32),
+            ((65536,), jnp.float32),
+        )
+    ]
+
+    def loss_and_gradients(x_PD, table_VD, target_P, weight_P):
+        loss_P, pull = jax.vjp(
+            lambda x, table: vocabulary.cross_entropy(x, table, target_P), x_PD, table_VD
+        )
+        return loss_P, *pull(weight_P)
+
+    program = compiled(loss_and_gradients, one, mesh, shapes)
+    assert program.memory_analysis().temp_size_in_bytes < 1.05 * 2**30
+    found = [dtypes for _, _, *dtypes in products(program.as_text())]
+    assert sorted(found) == [["bf16", "bf16", "bf16"]] + 3 * [["f32", "bf16", "bf16"]]

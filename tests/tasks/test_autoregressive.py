@@ -11,9 +11,10 @@ import pytest
 
 from calm_jax.brier import Protocol
 from calm_jax.data.packing import MASKED
+from calm_jax.models import vocabulary
 from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.heads.softmax import SoftmaxHead
-from calm_jax.sampling import chunk_model, decode
+from calm_jax.sampling import decode
 from calm_jax.sampling.config import SamplerConfig
 from calm_jax.sampling.samplers import sample_chunk, sample_token
 from calm_jax.tasks import AutoregressiveTask
@@ -132,48 +133,14 @@ def test_the_first_token_is_no_target():
     jax.tree.map(np.testing.assert_array_equal, loss_of(batch), expected)
 
 
-@pytest.mark.parametrize("block", [1, 4, 6, 100])
-def test_blocks_of_positions_change_neither_loss_nor_gradient(block):
-    """Compared with a log-softmax over all positions at once; 4 does not divide the 6 positions."""
-    rng = np.random.default_rng(0)
-    h_BLD = rng.normal(size=(3, 6, D)).astype(np.float32)
-    target_BL = random_tokens(3, 6)
-    target_BL[1, 2] = target_BL[2, 5] = MASKED
-    weight_BL = rng.normal(size=(3, 6)).astype(np.float32)
-    head, params = SoftmaxHead(V, D, jnp.float32), {"kernel": random_params()["head"]["kernel"]}
-
-    def in_blocks(params, h_BLD):
-        return head.apply({"params": params}, h_BLD, target_BL, block, method="loss")
-
-    def plain(params, h_BLD):
-        log_p_BLV = jax.nn.log_softmax(jnp.einsum("BLD,DV->BLV", h_BLD, params["kernel"]))
-        one_hot_BLV = target_BL[..., None] == np.arange(V)  # all false at a mask
-        return -jnp.where(one_hot_BLV, log_p_BLV, 0).sum(-1)
-
-    def results(loss):
-        def weighted(params, h_BLD):
-            # Different weights of both signs, so that positions cannot be confused.
-            return (weight_BL * loss(params, h_BLD)).sum()
-
-        return loss(params, h_BLD), jax.grad(weighted, (0, 1))(params, h_BLD)
-
-    ours, expected = jax.jit(lambda: (results(in_blocks), results(plain)))()
-    assert ours[0].shape == (3, 6)
-    assert ours[0][1, 2] == ours[0][2, 5] == 0
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), ours, expected
-    )
-
-
 def test_the_task_loss_does_not_depend_on_how_many_logits_are_stored_at_once(monkeypatch):
     batch = batch_of()
     whole = loss_of(batch)
-    monkeypatch.setattr(chunk_model, "_MAX_LOGITS", 1)  # one position at a time
-    assert chunk_model.at_once(3 * V) == 1
-    one_by_one = jax.jit(lambda p: ar_task().loss(p, {}, batch, keys(3), 0))(random_params())[
-        "loss"
-    ]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one_by_one, whole)
+    monkeypatch.setattr(vocabulary, "_MAX_LOGITS", 1)
+    monkeypatch.setattr(vocabulary, "_TILE", 4)
+    assert vocabulary.block_size(18, V) == 4
+    in_blocks = jax.jit(lambda p: ar_task().loss(p, {}, batch, keys(3), 0))(random_params())["loss"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), in_blocks, whole)
 
 
 @pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.slow)])

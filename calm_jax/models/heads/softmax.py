@@ -11,10 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.losses import cross_entropy
 from calm_jax.models import vocabulary
 from calm_jax.models.layers import normal_init
-from calm_jax.parallel.constraints import gathered_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,38 +40,24 @@ class SoftmaxHead(nn.Module):
 
     def logits(self, h_PD: Array) -> Array:
         """Logits of the next token, float32 [P, V]."""
-        return self._logits(h_PD, self.kernel)
-
-    def _logits(self, h_PD: Array, kernel: Array) -> Array:
         with jax.named_scope("head"):
-            return vocabulary.logits(h_PD.astype(self.dtype), kernel.T)
+            return vocabulary.logits(h_PD.astype(self.dtype), self.kernel.T)
 
     def log_probs(self, h_PD: Array) -> Array:
         """Log-probabilities of the next token, float32 [P, V]."""
         return jax.nn.log_softmax(self.logits(h_PD))
 
-    def loss(self, h_BLD: Array, target_BL: Array, block: int) -> Array:
-        """Cross-entropy at each position in nats, float32 [B, L].
+    def loss(self, h_BLD: Array, target_BL: Array) -> Array:
+        """Cross-entropy at each position in nats, float32 [B, L] (see `vocabulary.cross_entropy`).
 
         Args:
             h_BLD: hidden states.
             target_BL: the next tokens, int32; a negative one is masked and gives 0.
-            block: the logits of this many positions of every row are stored at once; the backward pass computes them
-                again. Bounds memory.
         """
-        # Gathered once for all blocks.
-        kernel = gathered_in(self.dtype, self.kernel)
-        batch, length, width = h_BLD.shape
-        if block >= length:
-            logits_PV = self._logits(h_BLD.reshape(batch * length, width), kernel)
-            return cross_entropy(logits_PV, target_BL.reshape(-1)).reshape(batch, length)
-
-        def of_position(xs: tuple[Array, Array]) -> Array:
-            h_BD, target_B = xs
-            return cross_entropy(self._logits(h_BD, kernel), target_B)
-
-        over_L = (h_BLD.swapaxes(0, 1), target_BL.swapaxes(0, 1))
-        return jax.lax.map(jax.checkpoint(of_position), over_L, batch_size=block).swapaxes(0, 1)
+        h_PD = h_BLD.reshape(-1, h_BLD.shape[-1]).astype(self.dtype)
+        with jax.named_scope("head"):
+            loss_P = vocabulary.cross_entropy(h_PD, self.kernel.T, target_BL.reshape(-1))
+        return loss_P.reshape(target_BL.shape)
 
     def sample(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
         """Draws of the next token, int32 [P, N]."""
