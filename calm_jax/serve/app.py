@@ -27,10 +27,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from calm_jax.errors import UserError
-from calm_jax.run.continuation import Continuation, Piece
 from calm_jax.run.generator import Generator
 from calm_jax.sampling.samplers import SAMPLERS
+from calm_jax.serve.answer import as_json, choice, failed, streamed_choice, usage
 from calm_jax.serve.engine import Engine, EngineError, Job
+from calm_jax.serve.metrics import Metrics
 from calm_jax.serve.request import (
     CompletionRequest,
     Limits,
@@ -52,48 +53,6 @@ _POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; frame-ancestors 'none'"
 )
-# Fields of a `Continuation`: lists with an entry for each chunk, and those that are known at the end of a text.
-_PER_CHUNK = ("draws", "decoded", "exact", "seconds")
-_AT_THE_END = ("finish", "alignment", "match_draws")
-
-
-class Metrics:
-    """What /metrics shows."""
-
-    def __init__(self, engine: Engine):
-        self.registry = registry = prometheus.CollectorRegistry()
-
-        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> prometheus.Counter:
-            return prometheus.Counter(f"calm_{name}", text, labels, registry=registry)
-
-        self.requests = counter("requests", "Completion requests by HTTP status", ("status",))
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
-        self.tokens = counter("generated_tokens", "Tokens generated")
-        self.chunks = counter("generated_chunks", "Chunks generated", ("exact",))
-        self.draws = counter("draws", "Latents drawn")
-        # In seconds, of a second's hundredth to ten minutes.
-        buckets = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 600)
-        self.seconds = prometheus.Histogram(
-            "calm_request_seconds", "Time of an answer", buckets=buckets, registry=registry
-        )
-        self.running = prometheus.Gauge(
-            "calm_texts_running", "Texts with a place", registry=registry
-        )
-        self.running.set_function(lambda: engine.count_unfinished()[0])
-        self.waiting = prometheus.Gauge(
-            "calm_texts_waiting", "Texts without one", registry=registry
-        )
-        self.waiting.set_function(lambda: engine.count_unfinished()[1])
-
-    def count(self, job: Job) -> None:
-        """Adds up what a job's texts took."""
-        for row in job.rows:
-            one = row.continuation
-            self.prompt_tokens.inc(len(row.ids))
-            self.tokens.inc(len(one.tokens))
-            self.draws.inc(sum(one.draws) + one.match_draws)
-            for exact in one.exact:
-                self.chunks.labels(str(exact).lower()).inc()
 
 
 def make_app(generator: Generator, model: str, num_places: int, limits: Limits) -> Starlette:
@@ -197,9 +156,9 @@ class _Server:
         status = 500
         try:
             await self._finish(request, job)
-            choices = [_choice(row.continuation) for row in job.rows]
+            choices = [choice(row.continuation) for row in job.rows]
             status = 200
-            return JSONResponse(answer | {"choices": choices, "usage": _usage(job)})
+            return JSONResponse(answer | {"choices": choices, "usage": usage(job)})
         except RequestError as error:
             status = error.status
             raise
@@ -270,7 +229,7 @@ class _Server:
                 raise RequestError(_CLIENT_CLOSED, "the client closed the connection")
             await tasks[0]
         except EngineError as error:
-            raise _failed() from error
+            raise failed() from error
         except TimeoutError as error:
             raise self._too_late() from error
         finally:
@@ -285,14 +244,14 @@ class _Server:
 
         try:
             async for piece in job.pieces(self._limits.seconds):
-                yield event(choices=[_streamed_choice(piece)])
+                yield event(choices=[streamed_choice(piece)])
             if include_usage:
-                yield event(choices=[], usage=_usage(job))
+                yield event(choices=[], usage=usage(job))
             yield "data: [DONE]\n\n"
         except TimeoutError:
-            yield f"data: {json.dumps(_as_json(self._too_late()))}\n\n"
+            yield f"data: {json.dumps(as_json(self._too_late()))}\n\n"
         except EngineError:
-            yield f"data: {json.dumps(_as_json(_failed()))}\n\n"
+            yield f"data: {json.dumps(as_json(failed()))}\n\n"
 
     def _too_late(self) -> RequestError:
         seconds = self._limits.seconds
@@ -316,65 +275,16 @@ class _Stream(StreamingResponse):
             self._close(self.status_code)
 
 
-def _usage(job: Job) -> dict[str, int]:
-    prompt = sum(len(row.ids) for row in job.rows)
-    new = sum(len(row.continuation.tokens) for row in job.rows)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-
-
-def _reason(one: Continuation) -> str:
-    """OpenAI's `finish_reason`, in which eos and stop strings are the same."""
-    return "length" if one.finish == "length" else "stop"
-
-
-def _choice(one: Continuation) -> dict[str, Any]:
-    """A whole text; `calm` has the fields of `Continuation`."""
-    names = ("tokens", "chunk_ends", *_PER_CHUNK, *_AT_THE_END)
-    return {
-        "index": one.index,
-        "text": one.text,
-        "logprobs": None,
-        "finish_reason": _reason(one),
-        "calm": {name: getattr(one, name) for name in names},
-    }
-
-
-def _streamed_choice(piece: Piece) -> dict[str, Any]:
-    """What a chunk adds to a text; `calm` has the fields of `Continuation` for this chunk."""
-    one, number = piece.continuation, piece.number
-    first = one.chunk_ends[number - 1] if number else 0
-    about: dict[str, Any] = {"tokens": one.tokens[first : one.chunk_ends[number]]}
-    about |= {name: getattr(one, name)[number] for name in ("draws", "decoded", "exact", "seconds")}
-    if piece.is_last:
-        about |= {name: getattr(one, name) for name in ("finish", "alignment", "match_draws")}
-    return {
-        "index": one.index,
-        "text": piece.text,
-        "logprobs": None,
-        "finish_reason": _reason(one) if piece.is_last else None,
-        "calm": about,
-    }
-
-
-def _failed() -> RequestError:
-    return RequestError(500, "the model failed; the server's log says why", kind="server_error")
-
-
-def _as_json(error: RequestError) -> dict[str, Any]:
-    about = {"message": error.message, "type": error.kind, "param": error.param, "code": None}
-    return {"error": about}
-
-
 async def _answer_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return JSONResponse(_as_json(error), error.status, error.headers)
+    return JSONResponse(as_json(error), error.status, error.headers)
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     refusal = RequestError(error.status_code, message)
-    return JSONResponse(_as_json(refusal), error.status_code, error.headers)
+    return JSONResponse(as_json(refusal), error.status_code, error.headers)
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:
@@ -382,4 +292,4 @@ async def _answer_nobody(request: Request, error: Exception) -> Response:
 
 
 async def _answer_failure(request: Request, error: Exception) -> Response:
-    return JSONResponse(_as_json(_failed()), 500)
+    return JSONResponse(as_json(failed()), 500)
