@@ -40,6 +40,7 @@ _LIMITS = (
     flags.DEFINE_integer("limit_body_bytes", 2**20, "bytes of a request"),
     flags.DEFINE_float("limit_seconds", 600, "seconds for an answer; after it status 504"),
 )
+_LOOPBACK = ("127.0.0.1", "localhost")
 # Connections beyond one for each text: those that ask for the page or /metrics, and those that are still sending.
 _MORE_CONNECTIONS = 256
 
@@ -81,7 +82,8 @@ def main(argv: list[str]) -> None:
         limits = _limits(generator)
         model = _MODEL.value or pathlib.Path(_WORKDIR.value).resolve().name
         num_places = _BATCH_SIZE.value or generator.options.batch_size
-        app = make_app(generator, model, num_places, limits)
+        hosts = _LOOPBACK if _HOST.value in _LOOPBACK else ("*",)
+        app = make_app(generator, model, num_places, limits, hosts)
         host, port = listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         url = f"http://{host}:{port}"

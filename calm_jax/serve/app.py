@@ -14,13 +14,15 @@ import json
 import pathlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import prometheus_client as prometheus
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -55,7 +57,9 @@ _POLICY = (
 )
 
 
-def make_app(generator: Generator, model: str, num_places: int, limits: Limits) -> Starlette:
+def make_app(
+    generator: Generator, model: str, num_places: int, limits: Limits, hosts: Sequence[str]
+) -> Starlette:
     """The application, for uvicorn or another ASGI server.
 
     Args:
@@ -63,6 +67,8 @@ def make_app(generator: Generator, model: str, num_places: int, limits: Limits) 
       model: its name.
       num_places: how many texts are continued together.
       limits: of what a client may ask for.
+      hosts: names in the header Host that are answered, "*" for all. With the names of this machine alone, a page of
+        another site cannot reach a server on this machine by giving its own name this machine's address.
     """
     server = _Server(generator, model, num_places, limits)
     return Starlette(
@@ -73,6 +79,7 @@ def make_app(generator: Generator, model: str, num_places: int, limits: Limits) 
             Route("/health", server.health),
             Route("/metrics", server.show_metrics),
         ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
         exception_handlers={
             RequestError: _answer_refusal,
             HTTPException: _answer_http_error,

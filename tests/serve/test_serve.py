@@ -42,7 +42,7 @@ WAIT_SECONDS = 60
 @contextlib.contextmanager
 def serving(generator: Generator, limits: Limits = LIMITS, num_places: int = 4) -> Iterator[int]:
     """The port of a server in a thread of this process; it ends as it does after SIGTERM."""
-    served = app.make_app(generator, "tiny", num_places, limits)
+    served = app.make_app(generator, "tiny", num_places, limits, ("127.0.0.1",))
     listener = socket.create_server(("127.0.0.1", 0))
     # Of the connections, too: little fits into the buffers of a client that does not read.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -339,6 +339,12 @@ def test_other_refusals_have_their_own_status(port, status, request_):
     assert got == status and answer["error"]["message"]
 
 
+def test_a_name_that_is_not_this_machines_is_not_answered(port):
+    """As a page of another site would send it whose name was given this machine's address."""
+    for path, method in (("/v1/completions", "POST"), ("/", "GET")):
+        assert send(port, {"prompt": "a"}, path, method, Host="other.example")[0] == 400
+
+
 def test_openais_client_raises_its_own_exceptions(port):
     with pytest.raises(openai.BadRequestError, match="temperature=2 must be in"):
         client(port).completions.create(model="tiny", prompt="a", temperature=2)
@@ -446,7 +452,7 @@ def test_nothing_more_is_computed_for_a_client_that_has_gone(stream):
         ask = {"prompt": "a", "stream": stream, "n": 8, "seed": 0, "temperature": 1}
         body = json.dumps(ask | {"max_tokens": 200}).encode()
         with socket.create_connection(("127.0.0.1", port)) as connection:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
             connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
             wait_until(lambda: unfinished(port) == 8)
         wait_until(lambda: unfinished(port) == 0)
@@ -460,7 +466,7 @@ def test_nothing_more_is_computed_for_a_client_that_has_gone(stream):
 def test_a_client_that_sends_half_a_body_and_goes_disturbs_nobody(port):
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n"
             b"Content-Type: application/json\r\n\r\n{"
         )
     assert send(port, {"prompt": "a"} | FAST)[0] == 200
@@ -470,7 +476,7 @@ def test_a_body_that_does_not_come_ends_with_status_408(port, monkeypatch):
     monkeypatch.setattr(app, "_BODY_SECONDS", 0.1)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n"
             b"Content-Type: application/json\r\n\r\n{"
         )
         connection.settimeout(WAIT_SECONDS)
@@ -488,7 +494,7 @@ def test_a_client_that_does_not_read_its_stream_is_given_up(monkeypatch):
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", port))
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
             connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
             wait_until(
                 lambda: "calm_request_seconds_count 1.0" in send(port, b"", "/metrics", "GET")[2]
