@@ -139,7 +139,14 @@ class Generator:
             options.check_latent_head()
         if not 0 <= seed < 2**32:
             raise UserError(f"seed={seed} must be in [0, 2**32)")
-        return [self._row(index, prompt, options, seed) for index, prompt in enumerate(prompts)]
+        # Several texts of one prompt encode it once.
+        encoded: dict[int, list[int]] = {}
+        rows = []
+        for index, prompt in enumerate(prompts):
+            if id(prompt) not in encoded:
+                encoded[id(prompt)] = self._encode(index, prompt)
+            rows.append(self._row(index, prompt, encoded[id(prompt)], options, seed))
+        return rows
 
     def batch(self, num_places: int) -> ContinuousBatch:
         """An empty batch, in which up to `num_places` prompts are continued together."""
@@ -181,8 +188,9 @@ class Generator:
             )
         return ", ".join(parts)
 
-    def _row(self, index: int, prompt: Prompt, options: SampleConfig, seed: int) -> Row:
-        ids = self._encode(index, prompt)
+    def _row(
+        self, index: int, prompt: Prompt, ids: list[int], options: SampleConfig, seed: int
+    ) -> Row:
         row = Row(
             Continuation(index, prompt), ids, self.tokenizer, self.task.chunk_size, options, seed
         )

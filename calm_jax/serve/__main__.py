@@ -1,0 +1,100 @@
+"""Serves a trained model with the interface of OpenAI's completions.
+
+python -m calm_jax.serve --workdir=runs/quickstart
+
+Options that a request does not name are those of the model's config, section `sample`. SIGTERM and Ctrl-C end the server after
+the requests that it is answering; a second signal ends it at once. There is no password: whoever reaches the port can use the model.
+"""
+
+import math
+import pathlib
+import socket
+from typing import Any
+
+from absl import app as absl_app
+from absl import flags
+
+from calm_jax.cli.command import command
+from calm_jax.cli.flags import parse_flags
+from calm_jax.errors import UserError
+from calm_jax.parallel.compilation_cache import keep_compiled_programs
+from calm_jax.parallel.host_memory import keep_freed_memory
+from calm_jax.run.generator import Generator
+from calm_jax.serve.request import Limits
+
+_WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")
+_HOST = flags.DEFINE_string(
+    "host", "127.0.0.1", "address to listen on; other machines reach any but the default"
+)
+_PORT = flags.DEFINE_integer("port", 8000, "port to listen on; 0 for a free one, which is printed")
+_MODEL = flags.DEFINE_string("model", "", "name of the model; that of the folder if empty")
+_BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size", 0, "texts continued together; 0 for sample.batch_size of the model's config"
+)
+_LIMITS = (
+    flags.DEFINE_integer("limit_prompt_tokens", 0, "tokens of a prompt; 0 for the model's context"),
+    flags.DEFINE_integer("limit_max_tokens", 0, "new tokens of a text; 0 for the model's context"),
+    flags.DEFINE_integer("limit_texts", 128, "prompts times n of a request"),
+    flags.DEFINE_integer("limit_draws", 4096, "num_candidates and max_draws of a request"),
+    flags.DEFINE_integer("limit_waiting", 512, "texts that wait for a place; beyond it status 429"),
+    flags.DEFINE_integer("limit_body_bytes", 2**20, "bytes of a request"),
+    flags.DEFINE_float("limit_seconds", 600, "seconds for an answer; after it status 504"),
+)
+_LOOPBACK = ("127.0.0.1", "localhost")
+# Connections beyond one for each text: those that ask for the page or /metrics, and those that are still sending.
+_MORE_CONNECTIONS = 256
+
+
+def _limits(generator: Generator) -> Limits:
+    given: dict[str, Any] = {flag.name.removeprefix("limit_"): flag.value for flag in _LIMITS}
+    context = generator.max_chunks * generator.task.chunk_size
+    for name in ("prompt_tokens", "max_tokens"):
+        given[name] = given[name] or context
+    return Limits(**given)
+
+
+def _listen() -> socket.socket:
+    family = socket.AF_INET6 if ":" in _HOST.value else socket.AF_INET
+    try:
+        return socket.create_server((_HOST.value, _PORT.value), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--host={_HOST.value} --port={_PORT.value}: cannot listen there ({error})"
+        ) from error
+
+
+@command
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}")
+    if not _WORKDIR.value:
+        raise UserError("give the folder of a trained model: --workdir=DIR")
+    if _BATCH_SIZE.value < 0:
+        raise UserError(f"--batch_size={_BATCH_SIZE.value} must be at least 0")
+    try:
+        from calm_jax.serve.app import make_app
+        from calm_jax.serve.listen import listen
+    except ImportError as error:
+        raise UserError(f"serving needs {error.name}: pip install 'calm_jax[serve]'") from error
+    with _listen() as listener:
+        keep_compiled_programs()
+        generator = Generator.load(_WORKDIR.value)
+        limits = _limits(generator)
+        model = _MODEL.value or pathlib.Path(_WORKDIR.value).resolve().name
+        num_places = _BATCH_SIZE.value or generator.options.batch_size
+        hosts = _LOOPBACK if _HOST.value in _LOOPBACK else ("*",)
+        app = make_app(generator, model, num_places, limits, hosts)
+        host, port = listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        url = f"http://{host}:{port}"
+        print(
+            f"{model} is served on {url} (a page) and {url}/v1 (OpenAI's completions)", flush=True
+        )
+        most_connections = num_places + limits.waiting + _MORE_CONNECTIONS
+        # In this time every answer ends, if only because it takes too long.
+        listen(app, listener, most_connections, math.ceil(limits.seconds) + 60)
+
+
+if __name__ == "__main__":
+    keep_freed_memory()
+    absl_app.run(main, flags_parser=parse_flags)

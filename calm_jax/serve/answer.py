@@ -1,0 +1,63 @@
+"""The bodies of answers, in OpenAI's form; what is CALM's own is under the key `calm`."""
+
+from typing import Any
+
+from calm_jax.run.continuation import Continuation, Piece
+from calm_jax.serve.engine import Job
+from calm_jax.serve.request import RequestError
+
+# Fields of a `Continuation`: lists with an entry for each chunk, and those that are known at the end of a text.
+_PER_CHUNK = ("draws", "decoded", "exact", "seconds")
+_AT_THE_END = ("finish", "alignment", "match_draws")
+
+
+def usage(job: Job) -> dict[str, int]:
+    """Counts of tokens."""
+    prompt = sum(len(row.ids) for row in job.rows)
+    new = sum(len(row.continuation.tokens) for row in job.rows)
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def _reason(one: Continuation) -> str:
+    """OpenAI's `finish_reason`, in which eos and stop strings are the same."""
+    return "length" if one.finish == "length" else "stop"
+
+
+def choice(one: Continuation) -> dict[str, Any]:
+    """A whole text; `calm` has the fields of `Continuation`."""
+    names = ("tokens", "chunk_ends", *_PER_CHUNK, *_AT_THE_END)
+    return {
+        "index": one.index,
+        "text": one.text,
+        "logprobs": None,
+        "finish_reason": _reason(one),
+        "calm": {name: getattr(one, name) for name in names},
+    }
+
+
+def streamed_choice(piece: Piece) -> dict[str, Any]:
+    """What a chunk adds to a text; `calm` has the fields of `Continuation` for this chunk."""
+    one, number = piece.continuation, piece.number
+    first = one.chunk_ends[number - 1] if number else 0
+    about: dict[str, Any] = {"tokens": one.tokens[first : one.chunk_ends[number]]}
+    about |= {name: getattr(one, name)[number] for name in _PER_CHUNK}
+    if piece.is_last:
+        about |= {name: getattr(one, name) for name in _AT_THE_END}
+    return {
+        "index": one.index,
+        "text": piece.text,
+        "logprobs": None,
+        "finish_reason": _reason(one) if piece.is_last else None,
+        "calm": about,
+    }
+
+
+def failed() -> RequestError:
+    """The answer where the model raised an error."""
+    return RequestError(500, "the model failed; the server's log says why", kind="server_error")
+
+
+def as_json(error: RequestError) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    about = {"message": error.message, "type": error.kind, "param": error.param, "code": None}
+    return {"error": about}

@@ -1,0 +1,302 @@
+"""The routes of the server, and the way of a request from its body to its answer.
+
+POST /v1/completions  OpenAI's completions, whole or as server-sent events
+GET /v1/models        the one model, with the options of requests that do not name them
+GET /health           200 while the model's thread runs
+GET /metrics          Prometheus's text format
+GET /                 a page for people, page.html
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import pathlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import prometheus_client as prometheus
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from calm_jax.errors import UserError
+from calm_jax.run.generator import Generator
+from calm_jax.sampling.samplers import SAMPLERS
+from calm_jax.serve.answer import as_json, choice, failed, streamed_choice, usage
+from calm_jax.serve.engine import Engine, EngineError, Job
+from calm_jax.serve.metrics import Metrics
+from calm_jax.serve.request import (
+    CompletionRequest,
+    Limits,
+    RequestError,
+    parse,
+    refused,
+)
+
+# How long a client may take to send a request's body.
+_BODY_SECONDS = 30.0
+# How long, after the time for an answer, a client may take to read the rest of a stream.
+_MORE_SECONDS = 10.0
+# The number is nginx's: the client closed the connection, so that nobody reads this answer.
+_CLIENT_CLOSED = 499
+_TIMEOUT = "timeout_error"
+_PAGE = pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+# The page loads nothing, and asks this server alone.
+_POLICY = (
+    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; frame-ancestors 'none'"
+)
+
+
+def make_app(
+    generator: Generator, model: str, num_places: int, limits: Limits, hosts: Sequence[str]
+) -> Starlette:
+    """The application, for uvicorn or another ASGI server.
+
+    Args:
+      generator: the model; once the application runs, nothing else may use it.
+      model: its name.
+      num_places: how many texts are continued together.
+      limits: of what a client may ask for.
+      hosts: names in the header Host that are answered, "*" for all. With the names of this machine alone, a page of
+        another site cannot reach a server on this machine by giving its own name this machine's address.
+    """
+    server = _Server(generator, model, num_places, limits)
+    return Starlette(
+        routes=[
+            Route("/", server.page),
+            Route("/v1/completions", server.completions, methods=["POST"]),
+            Route("/v1/models", server.models),
+            Route("/health", server.health),
+            Route("/metrics", server.show_metrics),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
+        exception_handlers={
+            RequestError: _answer_refusal,
+            HTTPException: _answer_http_error,
+            ClientDisconnect: _answer_nobody,
+            Exception: _answer_failure,
+        },
+        lifespan=server.lifespan,
+    )
+
+
+class _Server:
+    def __init__(self, generator: Generator, model: str, num_places: int, limits: Limits):
+        self._generator, self._model, self._limits = generator, model, limits
+        self._engine = Engine(generator, num_places)
+        self._metrics = Metrics(self._engine)
+        self._began = int(time.time())
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._engine.start()
+        yield
+        await run_in_threadpool(self._engine.stop)
+
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse(_PAGE, headers={"Content-Security-Policy": _POLICY})
+
+    async def models(self, request: Request) -> Response:
+        about = {
+            "id": self._model,
+            "object": "model",
+            "created": self._began,
+            "owned_by": "calm_jax",
+            "calm": {
+                "is_calm": self._generator.has_autoencoder,
+                "chunk_size": self._generator.task.chunk_size,
+                "samplers": list(SAMPLERS),
+                "options": dataclasses.asdict(self._generator.options),
+                "limits": dataclasses.asdict(self._limits),
+            },
+        }
+        return JSONResponse({"object": "list", "data": [about]})
+
+    async def health(self, request: Request) -> Response:
+        is_alive = self._engine.is_alive
+        return JSONResponse(
+            {"status": "ok" if is_alive else "the model's thread has ended"},
+            200 if is_alive else 503,
+        )
+
+    async def show_metrics(self, request: Request) -> Response:
+        shown = prometheus.generate_latest(self._metrics.registry)
+        return Response(shown, media_type=prometheus.CONTENT_TYPE_LATEST)
+
+    async def completions(self, request: Request) -> Response:
+        """Checks a request, submits it, and answers."""
+        began = time.monotonic()
+        try:
+            asked = parse(await self._body(request), self._generator, self._model, self._limits)
+            job = await self._submit(asked)
+        except (RequestError, ClientDisconnect) as error:
+            status = error.status if isinstance(error, RequestError) else _CLIENT_CLOSED
+            self._metrics.requests.labels(status).inc()
+            raise
+
+        def close(status: int) -> None:
+            self._engine.close(job)
+            self._metrics.count(job)
+            self._metrics.requests.labels(status).inc()
+            self._metrics.seconds.observe(time.monotonic() - began)
+
+        answer = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._model,
+            "calm": {"seed": asked.seed},
+        }
+        if asked.stream:
+            events = self._events(job, answer, asked.include_usage)
+            return _Stream(events, self._limits.seconds + _MORE_SECONDS, close)
+        status = 500
+        try:
+            await self._finish(request, job)
+            choices = [choice(row.continuation) for row in job.rows]
+            status = 200
+            return JSONResponse(answer | {"choices": choices, "usage": usage(job)})
+        except RequestError as error:
+            status = error.status
+            raise
+        finally:
+            close(status)
+
+    async def _body(self, request: Request) -> bytes:
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            # A page of another site can send any other type without asking this server.
+            raise RequestError(415, "the Content-Type must be application/json")
+        most = self._limits.body_bytes
+        body = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise RequestError(413, f"the body must have at most {most} bytes")
+        except TimeoutError as error:
+            raise RequestError(
+                408, f"the body did not come within {_BODY_SECONDS:g} s", kind=_TIMEOUT
+            ) from error
+        return bytes(body)
+
+    async def _submit(self, asked: CompletionRequest) -> Job:
+        """Tokenises the prompts, and gives them to the engine if there is room."""
+        try:
+            rows = await run_in_threadpool(
+                self._generator.rows, asked.prompts, asked.options, asked.seed
+            )
+        except UserError as error:
+            raise refused(error) from error
+        most = self._limits.prompt_tokens
+        for row in rows:
+            if len(row.ids) > most:
+                raise RequestError(
+                    400,
+                    f"prompt {row.continuation.index} has {len(row.ids)} tokens; at most {most} are allowed here",
+                    "prompt",
+                )
+        running, waiting = self._engine.count_unfinished()
+        if running + waiting + len(rows) > self._engine.num_places + self._limits.waiting:
+            raise RequestError(
+                429,
+                f"{waiting} texts wait already: try again later",
+                kind="rate_limit_error",
+                headers={"Retry-After": "1"},
+            )
+        job = Job(rows, asked.stream)
+        self._engine.submit(job)
+        return job
+
+    async def _finish(self, request: Request, job: Job) -> None:
+        """Returns when all texts have ended. Raises `RequestError` if they do not, or if nobody waits for them."""
+
+        async def collect() -> None:
+            async for _ in job.pieces(self._limits.seconds):
+                pass
+
+        async def disconnect() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        tasks = [asyncio.create_task(collect()), asyncio.create_task(disconnect())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0] not in done:
+                raise RequestError(_CLIENT_CLOSED, "the client closed the connection")
+            await tasks[0]
+        except EngineError as error:
+            raise failed() from error
+        except TimeoutError as error:
+            raise self._too_late() from error
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _events(self, job: Job, answer: dict, include_usage: bool) -> AsyncIterator[str]:
+        """The server-sent events of a stream; an error after its begin is an event, too."""
+
+        def event(**fields: Any) -> str:
+            return f"data: {json.dumps(answer | fields)}\n\n"
+
+        try:
+            async for piece in job.pieces(self._limits.seconds):
+                yield event(choices=[streamed_choice(piece)])
+            if include_usage:
+                yield event(choices=[], usage=usage(job))
+            yield "data: [DONE]\n\n"
+        except TimeoutError:
+            yield f"data: {json.dumps(as_json(self._too_late()))}\n\n"
+        except EngineError:
+            yield f"data: {json.dumps(as_json(failed()))}\n\n"
+
+    def _too_late(self) -> RequestError:
+        seconds = self._limits.seconds
+        return RequestError(504, f"the answer was not ready in {seconds:g} s", kind=_TIMEOUT)
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events. `close` is called in the end, also if the client closes the connection or does not read."""
+
+    def __init__(self, events: AsyncIterator[str], seconds: float, close: Callable[[int], None]):
+        super().__init__(events, media_type="text/event-stream")
+        self.headers["Cache-Control"] = "no-cache"
+        self._seconds, self._close = seconds, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(ClientDisconnect, TimeoutError):
+                async with asyncio.timeout(self._seconds):
+                    await super().__call__(scope, receive, send)
+        finally:
+            self._close(self.status_code)
+
+
+async def _answer_refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return JSONResponse(as_json(error), error.status, error.headers)
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    refusal = RequestError(error.status_code, message)
+    return JSONResponse(as_json(refusal), error.status_code, error.headers)
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED)
+
+
+async def _answer_failure(request: Request, error: Exception) -> Response:
+    return JSONResponse(as_json(failed()), 500)

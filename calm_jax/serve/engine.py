@@ -1,0 +1,145 @@
+"""`Engine`: the one thread that owns the model, and continues the prompts of all requests in one batch."""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator
+
+import jax
+
+from calm_jax.run.continuation import Piece, Row
+from calm_jax.run.continuous_batch import CHUNKS_PER_CALL
+from calm_jax.run.generator import Generator
+
+_LOG = logging.getLogger(__name__)
+# After so many different options of the sampler, each of which was compiled, the compiled programs are forgotten.
+_MOST_COMPILED = 64
+
+
+class EngineError(Exception):
+    """The model failed while it computed a text; the log has the reason."""
+
+
+class Job:
+    """The texts of one request while they are computed.
+
+    Attributes:
+      rows: one for each text.
+      streams: whether every chunk is wanted as soon as it is there; otherwise only the last of each text is.
+    """
+
+    def __init__(self, rows: list[Row], streams: bool):
+        self.rows, self.streams = rows, streams
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Piece | None] = asyncio.Queue()
+
+    def put(self, event: Piece | None) -> None:
+        """Called by the engine's thread: a piece of a text, or None if the model failed."""
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    async def pieces(self, seconds: float) -> AsyncIterator[Piece]:
+        """The pieces as they come, up to the end of all texts.
+
+        Raises:
+          EngineError: if the model failed.
+          TimeoutError: after `seconds`.
+        """
+        unfinished, ends = len(self.rows), self._loop.time() + seconds
+        while unfinished:
+            async with asyncio.timeout_at(ends):
+                piece = await self._events.get()
+            if piece is None:
+                raise EngineError
+            unfinished -= piece.is_last
+            yield piece
+
+
+class Engine:
+    """Continues the texts of jobs. All methods but the thread's own are called from the event loop."""
+
+    def __init__(self, generator: Generator, num_places: int):
+        """Makes the thread, which `start` starts.
+
+        Args:
+          generator: the model.
+          num_places: how many texts are continued together.
+        """
+        self._generator, self._num_places = generator, num_places
+        self._jobs: set[Job] = set()
+        self._orders: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
+        # The process must be able to end while the model computes.
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._batch = generator.batch(num_places)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the chunks that it is computing."""
+        self._orders.put(("stop", None))
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def num_places(self) -> int:
+        """How many texts are continued together."""
+        return self._num_places
+
+    def count_unfinished(self) -> tuple[int, int]:
+        """How many texts of open jobs are being continued, and how many wait for a place."""
+        rows = [row for job in self._jobs for row in job.rows if not row.continuation.finish]
+        num_running = sum(row.began > 0 for row in rows)
+        return num_running, len(rows) - num_running
+
+    def submit(self, job: Job) -> None:
+        """Adds a job, whose `pieces` then come. It must be closed in the end, however it ends."""
+        self._jobs.add(job)
+        self._orders.put(("submit", job))
+
+    def close(self, job: Job) -> None:
+        """Forgets a job. Nothing more is computed for texts that are not finished."""
+        self._jobs.discard(job)
+        self._orders.put(("cancel", job))
+
+    def _run(self) -> None:
+        jobs: dict[int, Job] = {}
+        seen: set[object] = set()
+        while True:
+            try:
+                while True:
+                    order, job = self._orders.get(block=self._batch.is_idle)
+                    if job is None:
+                        return
+                    for row in job.rows:
+                        if order == "cancel":
+                            self._batch.cancel(row)
+                            jobs.pop(id(row.continuation), None)
+                        else:
+                            self._batch.submit(row)
+                            jobs[id(row.continuation)] = job
+                            seen.add(row.options.sampler_config)
+            except queue.Empty:
+                pass
+            if len(seen) > _MOST_COMPILED:
+                jax.clear_caches()
+                seen.clear()
+            streams = any(job.streams for job in jobs.values())
+            try:
+                pieces = self._batch.step(1 if streams else CHUNKS_PER_CALL)
+            except Exception:
+                _LOG.exception("the model failed")
+                for job in set(jobs.values()):
+                    job.put(None)
+                jobs.clear()
+                self._batch = self._generator.batch(self._num_places)
+                continue
+            for piece in pieces:
+                job = jobs[id(piece.continuation)]
+                if piece.is_last or job.streams:
+                    job.put(piece)
+                if piece.is_last:
+                    del jobs[id(piece.continuation)]

@@ -1,0 +1,50 @@
+"""Runs the application in uvicorn until a signal comes, and lets it finish what it has."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from calm_jax.cli.signals import SignalHandler
+
+
+class _Server(uvicorn.Server):
+    """Returns after a signal, where uvicorn's own server would end the process by it; a second signal ends it at once."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        def end(number: int) -> None:
+            self.force_exit = self.should_exit
+            self.should_exit = True
+
+        with SignalHandler((signal.SIGTERM, signal.SIGINT), end):
+            yield
+
+
+def listen(
+    app: Starlette, listener: socket.socket, most_connections: int, drain_seconds: int
+) -> None:
+    """Serves until SIGTERM or Ctrl-C; then takes no more requests, and returns when those that it has are answered.
+
+    Args:
+      app: the application.
+      listener: a listening socket.
+      most_connections: more are answered with status 503.
+      drain_seconds: the longest time for the last answers.
+    """
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        limit_concurrency=most_connections,
+        timeout_graceful_shutdown=drain_seconds,
+    )
+    asyncio.run(_Server(config).serve(sockets=[listener]))

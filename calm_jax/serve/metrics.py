@@ -1,0 +1,44 @@
+"""Counts of what the server does, for Prometheus."""
+
+import prometheus_client as prometheus
+
+from calm_jax.serve.engine import Engine, Job
+
+
+class Metrics:
+    """What /metrics shows."""
+
+    def __init__(self, engine: Engine):
+        self.registry = registry = prometheus.CollectorRegistry()
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> prometheus.Counter:
+            return prometheus.Counter(f"calm_{name}", text, labels, registry=registry)
+
+        self.requests = counter("requests", "Completion requests by HTTP status", ("status",))
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
+        self.tokens = counter("generated_tokens", "Tokens generated")
+        self.chunks = counter("generated_chunks", "Chunks generated", ("exact",))
+        self.draws = counter("draws", "Latents drawn")
+        # In seconds, of a second's hundredth to ten minutes.
+        buckets = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 600)
+        self.seconds = prometheus.Histogram(
+            "calm_request_seconds", "Time of an answer", buckets=buckets, registry=registry
+        )
+        self.running = prometheus.Gauge(
+            "calm_texts_running", "Texts with a place", registry=registry
+        )
+        self.running.set_function(lambda: engine.count_unfinished()[0])
+        self.waiting = prometheus.Gauge(
+            "calm_texts_waiting", "Texts without one", registry=registry
+        )
+        self.waiting.set_function(lambda: engine.count_unfinished()[1])
+
+    def count(self, job: Job) -> None:
+        """Adds up what a job's texts took."""
+        for row in job.rows:
+            one = row.continuation
+            self.prompt_tokens.inc(len(row.ids))
+            self.tokens.inc(len(one.tokens))
+            self.draws.inc(sum(one.draws) + one.match_draws)
+            for exact in one.exact:
+                self.chunks.labels(str(exact).lower()).inc()

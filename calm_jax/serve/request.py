@@ -1,0 +1,255 @@
+"""What a client asks for: the body of `POST /v1/completions`, checked against limits before anything is computed."""
+
+import dataclasses
+import json
+import math
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from calm_jax.errors import UserError, nearest
+from calm_jax.run.continuation import Prompt
+from calm_jax.run.generator import Generator
+from calm_jax.sampling.config import CALM_ONLY, SampleConfig
+
+# Stop strings of one request, and characters of each: they are searched after every chunk.
+_MOST_STOPS, _LONGEST_STOP = 16, 256
+# Characters of a message, which may quote what the client sent.
+_LONGEST_MESSAGE = 500
+
+# Fields of OpenAI's interface that this server does not have: they are accepted with these values, which change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (),
+    "presence_penalty": (0,),
+    "suffix": ("",),
+}
+# The options of `config.sample` that a request may change.
+_OPTIONS: dict[str, type] = {
+    "temperature": float,
+    "top_p": float,
+    "max_tokens": int,
+    "sampler": str,
+    "num_candidates": int,
+    "max_draws": int,
+    "prompt_alignment": str,
+    "long_context": str,
+}
+_FIELDS = ("model", "prompt", *_OPTIONS, "stop", "seed", "n", "stream", "stream_options", "user")
+
+
+class RequestError(Exception):
+    """A request that is refused; the body of the answer is that of OpenAI's errors.
+
+    Attributes:
+      status: of HTTP, 4xx or 5xx.
+      message: for the client's developer.
+      param: the field that is wrong, or None.
+      kind: OpenAI's `type`.
+      headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param = status, message[:_LONGEST_MESSAGE], param
+        self.kind, self.headers = kind, headers
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What one client may ask for.
+
+    Attributes:
+      prompt_tokens: of each prompt, with bos.
+      max_tokens: of each text.
+      texts: prompts times `n` of one request.
+      draws: `num_candidates` and `max_draws`.
+      waiting: texts that wait for a place, of all clients.
+      body_bytes: of a request.
+      seconds: from the end of a request's body to the end of the answer.
+    """
+
+    prompt_tokens: int
+    max_tokens: int
+    texts: int
+    draws: int
+    waiting: int
+    body_bytes: int
+    seconds: float
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if not 0 < getattr(self, field.name) < math.inf:
+                raise UserError(
+                    f"--limit_{field.name}={getattr(self, field.name)} must be positive and finite"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionRequest:
+    """A checked request; the answer has the texts of `Generator.generate(prompts, options, seed)`.
+
+    Attributes:
+      prompts: each `n` times, one after the other.
+      options: how to sample.
+      seed: as given, or a random one.
+      stream: whether the texts are sent chunk by chunk.
+      include_usage: whether a stream ends with the counts of tokens.
+    """
+
+    prompts: list[Prompt]
+    options: SampleConfig
+    seed: int
+    stream: bool
+    include_usage: bool
+
+
+def parse(body: bytes, generator: Generator, model: str, limits: Limits) -> CompletionRequest:
+    """Checks all of a request but its prompts' tokens.
+
+    Args:
+      body: of the HTTP request.
+      generator: has the options that the request does not name.
+      model: the name of the model that is served.
+      limits: of this server.
+
+    Raises:
+      RequestError: 400 for what is malformed or beyond a limit, 404 for another model.
+    """
+    fields = _load(body)
+    asked_model = _field(fields, "model", str)
+    if asked_model not in (None, model):
+        raise RequestError(
+            404, f"model={asked_model!r} is not served here: it is {model!r}", "model"
+        )
+    prompts, num = _prompts(fields.get("prompt")), _field(fields, "n", int)
+    num = 1 if num is None else num
+    if num < 1 or num * len(prompts) > limits.texts:
+        raise RequestError(
+            400, f"{len(prompts)} prompts x n={num} must make 1 to {limits.texts} texts", "n"
+        )
+    seed = _field(fields, "seed", int)
+    if seed is not None and not 0 <= seed < 2**32:
+        raise RequestError(400, f"seed={seed} must be in [0, 2**32)", "seed")
+    stream_options = _field(fields, "stream_options", dict) or {}
+    return CompletionRequest(
+        [prompt for prompt in prompts for _ in range(num)],
+        _options(fields, generator, limits),
+        secrets.randbelow(2**32) if seed is None else seed,
+        bool(_field(fields, "stream", bool)),
+        bool(_field(stream_options, "include_usage", bool)),
+    )
+
+
+def _load(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body, with known fields only."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        fields = json.loads(body, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the body is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise RequestError(400, "the body must be a JSON object")
+    for name, value in fields.items():
+        if name in _NEUTRAL:
+            if value is not None and value not in _NEUTRAL[name]:
+                raise RequestError(400, f"{name} is not supported: leave it out", name)
+        elif name not in _FIELDS:
+            raise RequestError(400, f"unknown field {name!r}: {nearest(name, list(_FIELDS))}", name)
+    return fields
+
+
+def _field(fields: dict[str, Any], name: str, kind: type) -> Any:
+    """The value of a field, None if there is none; an int where a float is asked for becomes one."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    if kind is float and type(value) is int:
+        # A larger one would not fit; no option allows it either.
+        value = float(max(-(10**9), min(value, 10**9)))
+    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
+        raise RequestError(400, f"{name} must be {_NAMES[kind]}", name)
+    return value
+
+
+_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "a string",
+    dict: "an object",
+}
+
+
+def _prompts(prompt: Any) -> Sequence[Prompt]:
+    """Text, token ids, or a list of either, as a list."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(type(token) is int for token in prompt):
+            return [prompt]
+        if all(isinstance(one, str) for one in prompt):
+            return prompt
+        if all(
+            isinstance(one, list) and all(type(token) is int for token in one) for one in prompt
+        ):
+            return prompt
+    raise RequestError(
+        400,
+        "prompt must be text, a list of token ids, or a list of texts or of such lists",
+        "prompt",
+    )
+
+
+def _options(fields: dict[str, Any], generator: Generator, limits: Limits) -> SampleConfig:
+    given = {name: _field(fields, name, kind) for name, kind in _OPTIONS.items()}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        if name in CALM_ONLY and not generator.has_autoencoder:
+            raise RequestError(400, f"{name} has no meaning for an autoregressive model", name)
+    stop = fields.get("stop")
+    if stop is not None:
+        stop = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(stop, list | tuple) or len(stop) > _MOST_STOPS:
+            raise RequestError(
+                400, f"stop must be a string or a list of up to {_MOST_STOPS} strings", "stop"
+            )
+        for word in stop:
+            if not isinstance(word, str) or len(word) > _LONGEST_STOP:
+                raise RequestError(
+                    400, f"stop must be made of strings of up to {_LONGEST_STOP} characters", "stop"
+                )
+        given["stop"] = tuple(stop)
+    given.setdefault("max_tokens", min(generator.options.max_tokens, limits.max_tokens))
+    bounds = {
+        "max_tokens": limits.max_tokens,
+        "num_candidates": limits.draws,
+        "max_draws": limits.draws,
+    }
+    for name, most in bounds.items():
+        if given.get(name, 0) > most:
+            raise RequestError(400, f"{name}={given[name]} must be at most {most} here", name)
+    try:
+        return dataclasses.replace(generator.options, **given)
+    except UserError as error:
+        raise refused(error) from error
+
+
+def refused(error: UserError) -> RequestError:
+    """The answer to a request that the model cannot take."""
+    message = str(error)
+    name = message.partition("=")[0]
+    return RequestError(400, message, name if name in _FIELDS else None)
