@@ -26,7 +26,7 @@ from calm_jax.parallel import multihost, startup
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
 from calm_jax.parallel.host_memory import keep_freed_memory
 from calm_jax.parallel.startup import multihost_command
-from calm_jax.run.continuation import Continuation, Prompt
+from calm_jax.run.continuation import Continuation, Prompt, as_line
 from calm_jax.run.generator import Generator
 from calm_jax.sampling.config import CALM_ONLY, SampleConfig
 
@@ -174,8 +174,8 @@ def _write(
     if multihost.is_primary():
         print(file=sys.stderr)
     done.sort(key=lambda one: one.index)
-    lines = [json.dumps(dataclasses.asdict(one), ensure_ascii=False) + "\n" for one in done]
-    multihost.write_once(lambda: write_atomically(path, "".join(lines)))
+    lines = "".join(map(as_line, done))
+    multihost.write_once(lambda: write_atomically(path, lines))
     print(f"{path}: {len(done)} texts; {generator.describe(done, options)}")
 
 
