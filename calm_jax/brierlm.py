@@ -30,7 +30,7 @@ from calm_jax import brier
 from calm_jax.brier import ORDERS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
-from calm_jax.cli.files import write_atomically
+from calm_jax.cli.files import local_path, write_atomically
 from calm_jax.cli.flags import parse_recipe_flags
 from calm_jax.config import Config, resolve
 from calm_jax.data.tokenizers import Tokenizer, open_tokenizer
@@ -145,7 +145,7 @@ def main(argv: list[str]) -> None:
                 raise UserError(
                     f"--{flag.name} has no meaning with --write_references: leave it out"
                 )
-        _write(config, Workdir(_folder()).tokenizer, pathlib.Path(_WRITE.value))
+        _write(config, Workdir(_folder()).tokenizer, local_path(_WRITE.value, "--write_references"))
         return
     systems = [*_SAMPLES.value, *_MODEL.value]
     if not _REFERENCES.value or not systems:
@@ -162,7 +162,7 @@ def main(argv: list[str]) -> None:
                 json.dumps({"id": id, "samples": several}) + "\n"
                 for id, several in drawn[name].items()
             ]
-            write_atomically(pathlib.Path(_OUTPUT.value), "".join(lines))
+            write_atomically(local_path(_OUTPUT.value, "--output"), "".join(lines))
     scores = {name: scorer.score(samples) for name, samples in drawn.items()}
     if config is not None:
         text = Dataset(config, read_corpus(config), Workdir(_folder()).tokenizer)

@@ -11,7 +11,7 @@ import pathlib
 from absl import app, flags
 
 from calm_jax.cli.command import command
-from calm_jax.cli.files import write_atomically
+from calm_jax.cli.files import local_path, write_atomically
 from calm_jax.cli.flags import parse_flags
 from calm_jax.errors import UserError
 from calm_jax.run import web_report
@@ -27,11 +27,11 @@ def main(argv: list[str]) -> None:
     folders = argv[1:]
     if not folders:
         raise UserError("give the folders of one run or several: python -m calm_jax.report DIR ...")
-    workdirs = [Workdir(pathlib.Path(folder)) for folder in folders]
+    workdirs = [Workdir(local_path(folder, "DIR")) for folder in folders]
     several = len(workdirs) > 1
     text = web_report.comparison(workdirs) if several else web_report.page(workdirs[0])
     default = pathlib.Path("report.html") if several else workdirs[0].report_path
-    path = pathlib.Path(_OUTPUT.value or default)
+    path = local_path(_OUTPUT.value, "--output") if _OUTPUT.value else default
     write_atomically(path, text)
     print(f"{path}: {len(text.encode()) / 1e3:,.0f} kB")
 

@@ -81,12 +81,8 @@ def samples_of(
     contexts = [one.context_tokens if are_tokens else one.context for one in references]
     prompts = [context for context in contexts for _ in range(num_samples)]
     drawn: list[list[Sample]] = [[] for _ in references]
-    finished = 0
-    for piece in generator.generate(prompts, options, seed, stream=True):
-        one = piece.continuation
-        if one.finish:
-            end = [tokenizer.eos_id] if one.finish == "eos" else []
-            drawn[one.index // num_samples].append([*one.tokens, *end] if are_tokens else one.text)
-            finished += 1
-            done(finished // num_samples)
+    for finished, one in enumerate(generator.finish_each(prompts, options, seed), 1):
+        end = [tokenizer.eos_id] if one.finish == "eos" else []
+        drawn[one.index // num_samples].append([*one.tokens, *end] if are_tokens else one.text)
+        done(finished // num_samples)
     return drawn
