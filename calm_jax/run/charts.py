@@ -66,14 +66,14 @@ class _Axis:
         return round(self._first + share * (self._last - self._first), 1)
 
     def ticks(self) -> list[float]:
-        """About five round values."""
+        """Round values, usually four to seven of them."""
         if self._is_log:
             decades = range(math.floor(self._low), math.ceil(self._high) + 1)
             digits = (1, 2, 5) if self._high - self._low < 2 else (1,)
             every = max(1, len(decades) // 6)
             values = [d * 10.0**power for power in decades[::every] for d in digits]
             return [v for v in values if self._low <= math.log10(v) <= self._high]
-        rough = (self._high - self._low) / 5
+        rough = (self._high - self._low) / 7
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(d * power for d in (1, 2, 5, 10) if d * power >= rough)
         first = math.ceil(self._low / step)

@@ -340,7 +340,11 @@ def page(workdir: Workdir) -> str:
             _section(
                 "Config and text",
                 _folded("config.json", json.dumps(as_dict(config), indent=2)),
-                _folded("corpus.json", text) if (text := _text_of(workdir.corpus_path)) else "",
+                *(
+                    _folded(path.name, text)
+                    for path in (workdir.corpus_path, workdir.memory_path)
+                    if (text := _text_of(path))
+                ),
             ),
         ],
     )

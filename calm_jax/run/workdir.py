@@ -319,20 +319,20 @@ class Workdir:
     ) -> None:
         """Stores the values that were chosen for a stage, so that a resumed run takes the same ones."""
         stored = self._memory_choices() | {stage: {"devices": devices, "chosen": chosen}}
-        write_atomically(self._memory_path, json.dumps(stored, indent=2) + "\n")
+        write_atomically(self.memory_path, json.dumps(stored, indent=2) + "\n")
 
     @property
-    def _memory_path(self) -> pathlib.Path:
+    def memory_path(self) -> pathlib.Path:
         return self.path / "memory.json"
 
     def _memory_choices(self) -> dict[str, Any]:
-        if not self._memory_path.exists():
+        if not self.memory_path.exists():
             return {}
         try:
-            return json.loads(self._memory_path.read_text(encoding="utf-8"))
+            return json.loads(self.memory_path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(
-                f"{self._memory_path} cannot be read ({error}): delete it, and the choice is made again"
+                f"{self.memory_path} cannot be read ({error}): delete it, and the choice is made again"
             ) from error
 
     def import_autoencoder(self, source: "Workdir") -> None:
