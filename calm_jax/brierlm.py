@@ -18,7 +18,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import rich.table
@@ -48,6 +48,7 @@ from calm_jax.parallel.host_memory import keep_freed_memory
 from calm_jax.run.dataset import Dataset, read_corpus
 from calm_jax.run.generator import Generator
 from calm_jax.run.references import references as references_of
+from calm_jax.run.references import samples_of
 from calm_jax.run.report import brier_columns
 from calm_jax.run.workdir import Workdir
 
@@ -75,8 +76,6 @@ _OUTPUT = flags.DEFINE_string("output", "", "write the samples of one --model to
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", "", "tokenizer of texts: a workdir, a tokenizer's file, or bytes"
 )
-# Tokens of a sample that is scored as text: more than four, as the next ones may change how its end is tokenised.
-_TEXT_TOKENS = 16
 
 
 def _folder() -> pathlib.Path:
@@ -121,41 +120,6 @@ def _draw(name: str, references: Sequence[Reference]) -> dict[str, list[Sample]]
                 Generator.load(name), references, _NUM_SAMPLES.value, _SEED.value, countdown.done
             )
     return {one.id: several for one, several in zip(references, drawn, strict=True)}
-
-
-def samples_of(
-    generator: Generator,
-    references: Sequence[Reference],
-    num_samples: int,
-    seed: int,
-    done: Callable[[int], None],
-) -> list[list[Sample]]:
-    """Samples of a workdir's model: tokens after tokens where the references have its tokenizer's, else text after text.
-
-    done: called with the number of references that are done.
-    """
-    tokenizer = generator.tokenizer
-    are_tokens = all(one.tokenizer == tokenizer.fingerprint for one in references)
-    options = dataclasses.replace(
-        generator.options,
-        temperature=1.0,
-        top_p=1.0,
-        stop=(),
-        long_context="slide",
-        max_tokens=ORDERS if are_tokens else _TEXT_TOKENS,
-    )
-    contexts = [one.context_tokens if are_tokens else one.context for one in references]
-    prompts = [context for context in contexts for _ in range(num_samples)]
-    drawn: list[list[Sample]] = [[] for _ in references]
-    finished = 0
-    for piece in generator.generate(prompts, options, seed, stream=True):
-        one = piece.continuation
-        if one.finish:
-            end = [tokenizer.eos_id] if one.finish == "eos" else []
-            drawn[one.index // num_samples].append([*one.tokens, *end] if are_tokens else one.text)
-            finished += 1
-            done(finished // num_samples)
-    return drawn
 
 
 def _print(scores: Mapping[str, brier.Score], num_places: int) -> None:

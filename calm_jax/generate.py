@@ -19,6 +19,7 @@ from typing import Any
 
 from absl import app, flags
 
+from calm_jax.cli import progress
 from calm_jax.cli.files import local_path, write_atomically
 from calm_jax.cli.flags import parse_flags
 from calm_jax.errors import UserError
@@ -26,7 +27,7 @@ from calm_jax.parallel import multihost, startup
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
 from calm_jax.parallel.host_memory import keep_freed_memory
 from calm_jax.parallel.startup import multihost_command
-from calm_jax.run.continuation import Continuation, Prompt
+from calm_jax.run.continuation import Continuation, Prompt, as_line
 from calm_jax.run.generator import Generator
 from calm_jax.sampling.config import CALM_ONLY, SampleConfig
 
@@ -166,16 +167,13 @@ def _write(
 ) -> None:
     """Writes one JSON object for each prompt, in order. The file appears when it is complete."""
     done: list[Continuation] = []
-    for one in generator.finish_each(prompts, options, _SEED.value):
-        done.append(one)
-        if multihost.is_primary():
-            count = f"\r{len(done)} of {len(prompts)} prompts"
-            print(count, end="", file=sys.stderr, flush=True)
-    if multihost.is_primary():
-        print(file=sys.stderr)
+    with progress.Countdown("generating", len(prompts), "prompts", multihost.is_primary()) as left:
+        for one in generator.finish_each(prompts, options, _SEED.value):
+            done.append(one)
+            left.done(len(done))
     done.sort(key=lambda one: one.index)
-    lines = [json.dumps(dataclasses.asdict(one), ensure_ascii=False) + "\n" for one in done]
-    multihost.write_once(lambda: write_atomically(path, "".join(lines)))
+    lines = "".join(map(as_line, done))
+    multihost.write_once(lambda: write_atomically(path, lines))
     print(f"{path}: {len(done)} texts; {generator.describe(done, options)}")
 
 

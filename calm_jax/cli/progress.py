@@ -94,28 +94,35 @@ class Countdown:
       what: the work, as the line begins.
       total: how many things it has.
       unit: what they are called.
+      shown: False for a process that prints nothing.
     """
 
-    def __init__(self, what: str, total: int, unit: str):
-        self._what, self._total, self._unit = what, total, unit
+    def __init__(self, what: str, total: int, unit: str, shown: bool = True):
+        self._what, self._total, self._unit, self._shown = what, total, unit, shown
         self._live = sys.stderr.isatty()
+        self._done = 0
         self._next = time.monotonic() + _PATIENCE
         # The first things take longer than the others, where a program is compiled for them.
         self._first: tuple[float, int] | None = None
         self._width = 0
 
     def done(self, number: int) -> None:
-        """Notes that `number` things are done, in all."""
-        now = time.monotonic()
+        """Notes that `number` things are done, in all; more than there are, where a last batch is filled up, are all."""
+        number, now = min(number, self._total), time.monotonic()
         if self._first is None:
             self._first = now, number
         began, first = self._first
-        if now < self._next or number == first:
+        if not self._shown or now < self._next or number == first:
             return
         self._next = now + (1.0 if self._live else _BETWEEN_LINES)
         left = (now - began) / (number - first) * (self._total - number)
         line = f"{self._what}: {number:,} of {self._total:,} {self._unit}, {duration(left)} left"
         self._show(line)
+
+    def add(self, number: int) -> None:
+        """Notes that `number` more things are done."""
+        self._done += number
+        self.done(self._done)
 
     def _show(self, line: str) -> None:
         if not self._live:

@@ -10,9 +10,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from calm_jax.brier import ORDERS, Protocol
+from calm_jax.cli.progress import Countdown
 from calm_jax.data.loader import evaluation_batches
 from calm_jax.data.packing import BlockSource
 from calm_jax.errors import UserError
+from calm_jax.parallel import multihost
 from calm_jax.parallel.mesh import global_batch, num_row_shards, rows_here
 from calm_jax.parallel.signals import poll
 from calm_jax.rng import stream
@@ -102,7 +104,7 @@ class Evaluator:
     """
 
     def __init__(self, name: str, task: Task, blocks: BlockSource, config: EvalConfig, mesh: Mesh):
-        self._task, self._blocks, self._mesh = task, blocks, mesh
+        self._name, self._task, self._blocks, self._mesh = name, task, blocks, mesh
         shards = num_row_shards(mesh)
         # Each device needs the same number of rows; the last batch is filled up in any case.
         self._batch_size = -(-config.batch_size // shards) * shards
@@ -136,13 +138,17 @@ class Evaluator:
             The task's report.
         """
         indices = part_of(len(self._blocks), len(self._blocks) if part is None else part)
+        # During training, a part is scored under the stage's own line of progress.
+        shown = part is None and multihost.is_primary()
         total = None
         size = self._batch_size
         mine = rows_here(size, self._mesh)
-        for batch, index in evaluation_batches(self._blocks, indices, size, mine):
-            placed = global_batch(batch | {"index": index}, size, self._mesh)
-            sums = jax.device_get(self._sums(params, frozen, placed))
-            sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
-            total = sums if total is None else jax.tree.map(np.add, total, sums)
-            between()
+        with Countdown(f"{self._name}: evaluating", len(indices), "blocks", shown) as countdown:
+            for batch, index in evaluation_batches(self._blocks, indices, size, mine):
+                placed = global_batch(batch | {"index": index}, size, self._mesh)
+                sums = jax.device_get(self._sums(params, frozen, placed))
+                sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
+                total = sums if total is None else jax.tree.map(np.add, total, sums)
+                countdown.add(size)
+                between()
         return self._task.report(total)

@@ -3,7 +3,8 @@
     python -m calm_jax.interop.convert --source=SRC --workdir=DIR [--autoencoder=SRC] [--tokenizer=FILE] [--dry_run]
         [--config.KEY=VALUE ...]
 
-SRC is a folder with config.json and weights, or the name of a repository on the Hugging Face hub. The workdir can be
+SRC is a folder with config.json and weights, or the name of a repository on the Hugging Face hub (of which --revision
+names a branch, a tag or a commit). The workdir can be
 evaluated, generated from and trained further; its recipe is the published recipe with the checkpoint's model and the
 given keys. DIR gets its name only when it is complete.
 """
@@ -11,21 +12,20 @@ given keys. DIR gets its name only when it is complete.
 import dataclasses
 import pathlib
 import time
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import flax.traverse_util
 import jax
 import numpy as np
-import rich.progress
 from absl import app, flags
 from jax.sharding import Mesh, NamedSharding
 from ml_collections import config_flags
 
-from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.files import atomic_folder, local_path, refuse_existing
 from calm_jax.cli.flags import parse_config_flags
+from calm_jax.cli.progress import Countdown
 from calm_jax.config import as_dict
 from calm_jax.errors import UserError
 from calm_jax.interop import names
@@ -45,6 +45,12 @@ _AUTOENCODER = flags.DEFINE_string(
     "",
     "the autoencoder's checkpoint, as --source, for a language model that does not include it",
 )
+_REVISION = flags.DEFINE_string(
+    "revision", "", "branch, tag or commit of a --source on the hub; if empty, its main branch"
+)
+_AUTOENCODER_REVISION = flags.DEFINE_string(
+    "autoencoder_revision", "", "the same of an --autoencoder on the hub"
+)
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", "", "tokenizer file, or bytes; by default the tokenizer in the source's folder"
 )
@@ -59,39 +65,16 @@ def _place(row: names.Row, value: np.ndarray, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
-class _Bar:
-    """A progress bar of the bytes of parameters read; shown only on a terminal."""
+def _parameters(part: Part, mesh: Mesh, read: Callable[[int], None]) -> Mapping[str, Any]:
+    """A stage's parameters on the mesh, read one after the other: at most one has a second copy in memory.
 
-    def __init__(self, total: int) -> None:
-        self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(),
-            rich.progress.DownloadColumn(binary_units=True),
-            rich.progress.TransferSpeedColumn(),
-            rich.progress.TimeRemainingColumn(),
-            console=progress.console(),
-            disable=not progress.console().is_terminal,
-        )
-        self._task = self._bar.add_task("converting", total=total)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def add(self, num_bytes: int) -> None:
-        self._bar.update(self._task, advance=num_bytes)
-
-
-def _parameters(part: Part, mesh: Mesh, bar: _Bar) -> Mapping[str, Any]:
-    """A stage's parameters on the mesh, read one after the other: at most one has a second copy in memory."""
+    read: called with the number of numbers in each array that is read.
+    """
     flat = {}
     for row in part.rows:
         value = names.read_parameter(row, part.weights)
         flat[row.parameter] = _place(row, value, mesh)
-        bar.add(value.nbytes)
+        read(value.size)
         del value
     return flax.traverse_util.unflatten_dict(flat, sep="/")
 
@@ -118,12 +101,12 @@ def convert(plan: Plan, path: pathlib.Path) -> None:
     with (
         atomic_folder(path, "--workdir") as unfinished,
         jax.set_mesh(mesh),
-        _Bar(4 * plan.num_parameters) as bar,
+        Countdown("converting", plan.num_parameters, "parameters") as countdown,
     ):
         workdir = Workdir(unfinished)
         check_copies(plan)
         for part in plan.parts:
-            params = _parameters(part, mesh, bar)
+            params = _parameters(part, mesh, countdown.add)
             if part.stage == "lm" and plan.config.has_autoencoder:
                 _check_pad_row(part, params, plan.tokenizer.pad_id)
             save_params(workdir.checkpoints(part.stage), params, about)
@@ -178,8 +161,14 @@ def main(argv: list[str]) -> None:
     path, began = local_path(_WORKDIR.value, "--workdir"), time.monotonic()
     if _WORKDIR.value:
         refuse_existing(path)
-    folder = folder_of(_SOURCE.value, "--source")
-    autoencoder = folder_of(_AUTOENCODER.value, "--autoencoder") if _AUTOENCODER.value else None
+    if _AUTOENCODER_REVISION.value and not _AUTOENCODER.value:
+        raise UserError("--autoencoder_revision needs --autoencoder=owner/name")
+    folder = folder_of(_SOURCE.value, "--source", _REVISION.value)
+    autoencoder = (
+        folder_of(_AUTOENCODER.value, "--autoencoder", _AUTOENCODER_REVISION.value)
+        if _AUTOENCODER.value
+        else None
+    )
     tokenizer, tokenizer_config = find_tokenizer(_TOKENIZER.value, folder)
     plan = make_plan(
         folder,

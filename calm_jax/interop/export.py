@@ -2,7 +2,7 @@
 
     python -m calm_jax.interop.export --workdir=DIR --target=OUT [--ae_path=PATH]
 
-OUT gets config.json, model.safetensors and the tokenizer's file. The checkpoint of a CALM model includes its
+OUT gets config.json, model.safetensors, the tokenizer's file and README.md, a model card to be completed. The checkpoint of a CALM model includes its
 autoencoder, which is also written to OUT/autoencoder: the published code loads it from `ae_path` in config.json, a path
 as seen from where that code will run. OUT gets its name only when it is complete.
 """
@@ -24,6 +24,7 @@ from calm_jax.cli.flags import parse_flags
 from calm_jax.data.tokenizers import ByteTokenizer, Llama3Tokenizer, Tokenizer
 from calm_jax.errors import UserError
 from calm_jax.interop import names, published
+from calm_jax.interop.model_card import model_card
 from calm_jax.models.heads.softmax import SoftmaxHeadConfig
 from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.run.workdir import Workdir
@@ -126,7 +127,10 @@ def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
             written |= _tensors(rows, workdir, "lm", lm)
             _write(folder, values, written)
             _write_tokenizer(folder, tokenizer)
-    return sum(tensor.size for tensor in written.values())
+        num_parameters = sum(tensor.size for tensor in written.values())
+        card = model_card(workdir, has_lm, num_parameters, target.name)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+    return num_parameters
 
 
 @command

@@ -15,21 +15,24 @@ _SAFETENSORS = ["*.safetensors", "model.safetensors.index.json"]
 _PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 
 
-def folder_of(source: str, flag: str) -> pathlib.Path:
+def folder_of(source: str, flag: str, revision: str = "") -> pathlib.Path:
     """The local folder of a checkpoint.
 
     Args:
       source: a folder, or the name `owner/name` of a repository of the Hugging Face hub, which is downloaded.
       flag: the command's flag that `source` comes from, for messages.
+      revision: a branch, a tag or a commit of the repository; its main branch if empty.
 
     Raises:
-      UserError: if `source` is neither, or cannot be downloaded.
+      UserError: if `source` is neither, or cannot be downloaded, or is a folder and has a revision.
     """
     path = pathlib.Path(source)
     try:
         is_folder, exists = path.is_dir(), path.exists()
     except (OSError, ValueError) as error:
         raise UserError(f"{flag}={source!r} cannot be opened ({error})") from error
+    if is_folder and revision:
+        raise UserError(f"{flag}={source!r} is a folder, which has no revision {revision!r}")
     if is_folder:
         return path
     if exists:
@@ -40,10 +43,10 @@ def folder_of(source: str, flag: str) -> pathlib.Path:
         raise UserError(
             f"{flag}={source!r} is neither a folder nor the name of a repository, such as cccczshao/CALM-M"
         )
-    return _download(source, flag)
+    return _download(source, flag, revision)
 
 
-def _download(name: str, flag: str) -> pathlib.Path:
+def _download(name: str, flag: str, revision: str) -> pathlib.Path:
     """The folder of a repository's config.json, tokenizer and weights; pickled weights only if it has no safetensors.
 
     Files that an earlier call downloaded are taken from the hub's cache.
@@ -56,17 +59,18 @@ def _download(name: str, flag: str) -> pathlib.Path:
         ) from error
     try:
         fetched = huggingface_hub.snapshot_download(
-            name, allow_patterns=_DESCRIPTIONS + _SAFETENSORS
+            name, revision=revision or None, allow_patterns=_DESCRIPTIONS + _SAFETENSORS
         )
         if not list(pathlib.Path(fetched).glob("*.safetensors")):
             fetched = huggingface_hub.snapshot_download(
-                name, allow_patterns=_DESCRIPTIONS + _PICKLES
+                name, revision=revision or None, allow_patterns=_DESCRIPTIONS + _PICKLES
             )
     # The exceptions of a failed download depend on the HTTP library that the hub's client uses.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
+        at = f" at revision {revision!r}" if revision else ""
         raise UserError(
-            f"{flag}={name!r} is not a folder, and cannot be downloaded from the hub ({type(error).__name__}: {reason}); "
+            f"{flag}={name!r}{at} is not a folder, and cannot be downloaded from the hub ({type(error).__name__}: {reason}); "
             "without a network, download it elsewhere and give the folder"
         ) from error
     return pathlib.Path(fetched)

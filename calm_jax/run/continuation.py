@@ -1,6 +1,7 @@
 """From sampled chunks to the text of one prompt, which ends at eos, at a stop string or after `max_tokens`."""
 
 import dataclasses
+import json
 import time
 from collections.abc import Sequence
 
@@ -43,6 +44,11 @@ class Continuation:
     finish: str = ""
     alignment: str = "whole"
     match_draws: int = 0
+
+
+def as_line(continuation: Continuation) -> str:
+    """A continuation as a line of JSON."""
+    return json.dumps(dataclasses.asdict(continuation), ensure_ascii=False) + "\n"
 
 
 @dataclasses.dataclass(frozen=True)

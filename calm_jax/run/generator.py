@@ -222,12 +222,12 @@ class Generator:
 
 def sample_text(
     task: LmTask, params: Params, frozen: Params, tokenizer: Tokenizer, config: Config
-) -> str:
-    """The text of samples.txt, which ends a training run: the prompts of `config.sample`, continued."""
+) -> tuple[str, list[Continuation]]:
+    """The samples that end a training run, the prompts of `config.sample` continued: as text for samples.txt, and whole."""
     # A prompt that is longer than the model's context must not end a run.
     options = dataclasses.replace(config.sample, long_context="slide")
     generator = Generator(task, params, frozen, tokenizer, config)
     done = generator.generate(options.prompts, options, config.seed)
     head = f"seed {config.seed}, {generator.describe(done, options)}"
     parts = [f"--- prompt: {one.prompt!r} ---\n{one.prompt}{one.text}" for one in done]
-    return "\n\n".join([head, *parts]) + "\n"
+    return "\n\n".join([head, *parts]) + "\n", done

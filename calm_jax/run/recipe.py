@@ -21,7 +21,8 @@ from calm_jax.evaluation.evaluator import Evaluator
 from calm_jax.parallel import multihost
 from calm_jax.parallel.mesh import adapted, make_mesh, make_training_mesh
 from calm_jax.planning import fitting
-from calm_jax.run import generator, preflight, report
+from calm_jax.run import generator, preflight, report, web_report
+from calm_jax.run.continuation import as_line
 from calm_jax.run.dataset import Dataset, read_corpus
 from calm_jax.run.workdir import Workdir
 from calm_jax.tasks import AutoencoderTask, LmTask, Params
@@ -248,8 +249,10 @@ def _train_and_report(run: Run, profile: Profile) -> None:
         params = run.train("lm", frozen, evaluator, profile)
         results["lm"] = run.validate("lm", evaluator, params, frozen)
         results["floor"] = brier.as_values(run.text.floor())
-        samples = generator.sample_text(run.lm_task, params, frozen, run.tokenizer, config)
+        samples, done = generator.sample_text(run.lm_task, params, frozen, run.tokenizer, config)
+        lines = "".join(map(as_line, done))
         multihost.write_once(lambda: write_atomically(workdir.samples_path, samples))
+        multihost.write_once(lambda: write_atomically(workdir.samples_jsonl_path, lines))
         print(f"\n{samples}")
     for name in ("autoencoder", "lm"):
         # 0 for an autoencoder that was copied from another workdir.
@@ -258,6 +261,7 @@ def _train_and_report(run: Run, profile: Profile) -> None:
             results[name] = {**results[name], "training_seconds": seconds}
     text = json.dumps(nan_to_none(results), indent=2) + "\n"
     multihost.write_once(lambda: write_atomically(workdir.results_path, text))
+    multihost.write_once(lambda: web_report.try_to_write(workdir))
     report.print_results(results, config, workdir)
 
 
@@ -302,6 +306,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
                 report.draw_plane(results["plane"], workdir.path / "plane.png")
 
         multihost.write_once(write)
+        multihost.write_once(lambda: web_report.try_to_write(workdir))
 
 
 def _score(run: Run) -> dict[str, Mapping]:

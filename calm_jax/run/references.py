@@ -1,4 +1,7 @@
-"""The places of a workdir's equal-context evaluation, for other systems to be sampled at."""
+"""The places of a workdir's equal-context evaluation, and samples of a workdir's model at such places."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -7,10 +10,11 @@ from calm_jax.brier import ORDERS
 from calm_jax.config import Config
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.evaluation.evaluator import part_of
-from calm_jax.evaluation.samples import Reference
+from calm_jax.evaluation.samples import Reference, Sample
 from calm_jax.run.dataset import Dataset
+from calm_jax.run.generator import Generator
 
-# Tokens of a reference's text. Other tokenizers, or its own where the text is cut, may make other tokens of its end.
+# Tokens of what is scored as text: more than four, as those that follow may change how its end is tokenised.
 _TEXT_TOKENS = 16
 
 
@@ -51,3 +55,34 @@ def references(
             )
         )
     return given, len(places)
+
+
+def samples_of(
+    generator: Generator,
+    references: Sequence[Reference],
+    num_samples: int,
+    seed: int,
+    done: Callable[[int], None],
+) -> list[list[Sample]]:
+    """Samples of a workdir's model: tokens after tokens where the references have its tokenizer's, else text after text.
+
+    done: called with the number of references that are done.
+    """
+    tokenizer = generator.tokenizer
+    are_tokens = all(one.tokenizer == tokenizer.fingerprint for one in references)
+    options = dataclasses.replace(
+        generator.options,
+        temperature=1.0,
+        top_p=1.0,
+        stop=(),
+        long_context="slide",
+        max_tokens=ORDERS if are_tokens else _TEXT_TOKENS,
+    )
+    contexts = [one.context_tokens if are_tokens else one.context for one in references]
+    prompts = [context for context in contexts for _ in range(num_samples)]
+    drawn: list[list[Sample]] = [[] for _ in references]
+    for finished, one in enumerate(generator.finish_each(prompts, options, seed), 1):
+        end = [tokenizer.eos_id] if one.finish == "eos" else []
+        drawn[one.index // num_samples].append([*one.tokens, *end] if are_tokens else one.text)
+        done(finished // num_samples)
+    return drawn

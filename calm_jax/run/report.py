@@ -71,10 +71,9 @@ def _scores(results: Mapping[str, Mapping], name: str, floor: str) -> list[tuple
     return rows
 
 
-def _rows(
-    results: Mapping[str, Mapping], config: Config, workdir: Workdir
-) -> list[tuple[str, str]]:
-    rows = []
+def rows(results: Mapping[str, Mapping], config: Config, workdir: Workdir) -> list[tuple[str, str]]:
+    """The table of results: names and values. For the arguments see `print_results`."""
+    shown = []
     names = {"autoencoder": "autoencoder", "lm": "language model"}
     for stage, name in names.items():
         if stage not in results:
@@ -83,9 +82,9 @@ def _rows(
         trained = "converted" if workdir.is_converted else f"step {values['step']}"
         if "training_seconds" in values:
             trained += f", trained in {progress.duration(values['training_seconds'])}"
-        rows.append((name, trained))
+        shown.append((name, trained))
         if stage == "autoencoder":
-            rows += [
+            shown += [
                 (
                     f"  held-out {kind}s right, from a sample / the mean",
                     f"{_percent(values[f'{kind}_accuracy_from_sample'])} / "
@@ -97,10 +96,10 @@ def _rows(
             # A head that was added from outside the package is not in the table.
             kind = _LOSSES.get(config.lm.head.name, "as the head defines it")
             loss = f"  validation loss ({kind})"
-            rows += [(loss, _number(values["loss"])), *_scores(results, "lm", "floor")]
+            shown += [(loss, _number(values["loss"])), *_scores(results, "lm", "floor")]
     if "equal_context" in results:
         scored = config.eval
-        rows += [
+        shown += [
             (
                 "at equal context",
                 f"tokens {scored.context_tokens} to {scored.block_tokens} of windows over documents, "
@@ -108,7 +107,7 @@ def _rows(
             ),
             *_scores(results, "equal_context", "equal_context_floor"),
         ]
-    return rows
+    return shown
 
 
 def print_results(results: Mapping[str, Mapping], config: Config, workdir: Workdir) -> None:
@@ -120,9 +119,10 @@ def print_results(results: Mapping[str, Mapping], config: Config, workdir: Workd
       workdir: the run.
     """
     table = rich.table.Table(show_header=False)
-    for name, value in _rows(results, config, workdir):
+    for name, value in rows(results, config, workdir):
         table.add_row(name, rich.text.Text(value))
-    files = ["config.json", "metrics.jsonl", "tensorboard", "samples.txt", "evaluations.jsonl"]
+    files = ["report.html", "config.json", "metrics.jsonl", "tensorboard", "samples.txt"]
+    files.append("evaluations.jsonl")
     files = [name for name in files if (workdir.path / name).exists()]
     table.add_row("files", rich.text.Text(f"{workdir.path}/: {', '.join(files)}"))
     path = shlex.quote(str(workdir.path))
@@ -141,7 +141,7 @@ def print_results(results: Mapping[str, Mapping], config: Config, workdir: Workd
 
 def append(workdir: Workdir, record: Mapping) -> None:
     """Adds one line to `evaluations.jsonl`. Raises `UserError` if it cannot be written."""
-    path = workdir.path / "evaluations.jsonl"
+    path = workdir.evaluations_path
     try:
         with open(path, "a", encoding="utf-8") as lines:
             lines.write(json.dumps(nan_to_none(record), allow_nan=False) + "\n")
@@ -192,6 +192,21 @@ def check_drawable() -> None:
         ) from error
 
 
+def plane_lines(plane: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The points of each sampler, from high temperatures to low ones.
+
+    The line of every sampler of a latent head begins at T = 1, the model itself.
+    """
+    points = plane["points"]
+    own = [point for point in points if point["sampler"] == "model" and point["temperature"] == 1]
+    lines = {}
+    for name in dict.fromkeys(map(name_of, points)):
+        line = [point for point in points if name_of(point) == name]
+        line = line if name == "model" else [*own, *line]
+        lines[name] = sorted(line, key=lambda point: -point["temperature"])
+    return lines
+
+
 def draw_plane(plane: Mapping[str, Any], path: pathlib.Path) -> None:
     """Writes a PNG of the points: one line for each sampler, each point labelled with its temperature.
 
@@ -201,14 +216,7 @@ def draw_plane(plane: Mapping[str, Any], path: pathlib.Path) -> None:
 
     figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
-    points = plane["points"]
-    own = [point for point in points if point["temperature"] == 1]
-    for name in dict.fromkeys(name_of(point) for point in points):
-        line = [point for point in points if name_of(point) == name]
-        if name != "model":
-            # The line of every sampler of a latent head begins at T = 1, the model itself.
-            line = [*(one for one in own if one["sampler"] == "model"), *line]
-        line.sort(key=lambda point: -point["temperature"])
+    for name, line in plane_lines(plane).items():
         x, y = ([point[key] for point in line] for key in ("collision", "accuracy"))
         axes.plot(x, y, "o" if name == "model" else "o-", label=name, markersize=4)
         for point in line:

@@ -8,10 +8,11 @@ converted.json         in place of corpus.json: where converted parameters come 
 autoencoder/, lm/      checkpoints of the two stages
 init_autoencoder/, init_lm/  copies of the parameters that the stages began with, if `init_from` was given
 metrics.jsonl          training and validation metrics; the same in tensorboard/
-samples.txt            text that the model wrote at the end of training
+samples.txt            text that the model wrote at the end of training; in samples.jsonl with its tokens and chunks
 results.json           the final table; written when the run is finished
 lock                   locked by the command that writes to the workdir, and says which process that is
 evaluations.jsonl      one line for each call with --mode=eval; plane.png of the last one with eval.temperatures
+report.html            results, curves, samples and config as one page; written after training and after --mode=eval
 profile/               profiler traces of --profile
 """
 
@@ -68,6 +69,10 @@ _OWN_FILES = {
     "profile",
     "results.json",
     "results.json.tmp",
+    "report.html",
+    "report.html.tmp",
+    "samples.jsonl",
+    "samples.jsonl.tmp",
     "samples.txt",
     "samples.txt.tmp",
     "tensorboard",
@@ -140,6 +145,26 @@ class Workdir:
         return self.path / "samples.txt"
 
     @property
+    def samples_jsonl_path(self) -> pathlib.Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def metrics_path(self) -> pathlib.Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations_path(self) -> pathlib.Path:
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def corpus_path(self) -> pathlib.Path:
+        return self.path / "corpus.json"
+
+    @property
+    def report_path(self) -> pathlib.Path:
+        return self.path / "report.html"
+
+    @property
     def results_path(self) -> pathlib.Path:
         return self.path / "results.json"
 
@@ -193,7 +218,7 @@ class Workdir:
 
     def change_of_text(self, corpus: Corpus) -> str:
         """Says how the text differs from the one that the run began with; empty if it does not."""
-        path = self.path / "corpus.json"
+        path = self.corpus_path
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -210,7 +235,7 @@ class Workdir:
 
     def add_corpus(self, corpus: Corpus) -> None:
         """Adds the text of stages that begin now to corpus.json."""
-        path = self.path / "corpus.json"
+        path = self.corpus_path
         stored = json.loads(path.read_text(encoding="utf-8"))
         now = describe(corpus) | stored
         if now != stored:
@@ -294,20 +319,20 @@ class Workdir:
     ) -> None:
         """Stores the values that were chosen for a stage, so that a resumed run takes the same ones."""
         stored = self._memory_choices() | {stage: {"devices": devices, "chosen": chosen}}
-        write_atomically(self._memory_path, json.dumps(stored, indent=2) + "\n")
+        write_atomically(self.memory_path, json.dumps(stored, indent=2) + "\n")
 
     @property
-    def _memory_path(self) -> pathlib.Path:
+    def memory_path(self) -> pathlib.Path:
         return self.path / "memory.json"
 
     def _memory_choices(self) -> dict[str, Any]:
-        if not self._memory_path.exists():
+        if not self.memory_path.exists():
             return {}
         try:
-            return json.loads(self._memory_path.read_text(encoding="utf-8"))
+            return json.loads(self.memory_path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(
-                f"{self._memory_path} cannot be read ({error}): delete it, and the choice is made again"
+                f"{self.memory_path} cannot be read ({error}): delete it, and the choice is made again"
             ) from error
 
     def import_autoencoder(self, source: "Workdir") -> None:

@@ -25,13 +25,7 @@ class MetricsLog:
         self._path = folder / "metrics.jsonl"
         self._events_folder = folder / "tensorboard"
         self._events: dict[str, tensorboardX.SummaryWriter] = {}
-        self.records: list[dict] = multihost.broadcast(self._read())
-
-    def _read(self) -> list[dict]:
-        if not self._path.exists():
-            return []
-        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return [record for line in lines if (record := _parse(line)) is not None]
+        self.records: list[dict] = multihost.broadcast(read_records(self._path))
 
     def cut_back(self, stage: str, step: int) -> None:
         """Removes a stage's records after `step`, so that a resumed run writes no step twice."""
@@ -95,6 +89,14 @@ class MetricsLog:
     def close(self) -> None:
         for events in self._events.values():
             events.close()
+
+
+def read_records(path: pathlib.Path) -> list[dict]:
+    """The records of a metrics.jsonl; none if there is no such file."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [record for line in lines if (record := _parse(line)) is not None]
 
 
 def _parse(line: str) -> dict | None:

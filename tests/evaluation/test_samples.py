@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from calm_jax import brier
-from calm_jax.brierlm import samples_of
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.config import resolve
 from calm_jax.data.tokenizers import ByteTokenizer
@@ -21,7 +20,7 @@ from calm_jax.parallel.mesh import make_mesh
 from calm_jax.rng import stream
 from calm_jax.run.dataset import Dataset, read_corpus
 from calm_jax.run.generator import Generator
-from calm_jax.run.references import references
+from calm_jax.run.references import references, samples_of
 from calm_jax.tasks.language_model import predicted_keys
 from tests import tiny_recipe
 

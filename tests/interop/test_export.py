@@ -1,9 +1,12 @@
 """Export: what it refuses, and the separate folder of the autoencoder."""
 
+import json
 import shutil
 
+import huggingface_hub
 import pytest
 
+from calm_jax.interop.model_card import model_card
 from calm_jax.run.workdir import Workdir
 from tests.interop.checkpoints import listing, refusal
 from tests.interop.conversions import export, random_workdir
@@ -48,6 +51,7 @@ def test_the_exported_autoencoder_folder_is_found_and_keeps_its_config(plan_of, 
     workdir = random_workdir(tmp_path / "ours", "head=energy", **changes)
     out = tmp_path / "out"
     export.export(workdir, out, "autoencoder")
+    assert (out / "README.md").read_text().startswith("---\nlibrary_name: calm_jax\n")
     # The autoencoder is found by ae_path, and beside the weights once the whole export has moved.
     for plan in (
         plan_of(out, out / "autoencoder", tokenizer="bytes"),
@@ -58,3 +62,26 @@ def test_the_exported_autoencoder_folder_is_found_and_keeps_its_config(plan_of, 
         assert plan.notes == []
     shutil.rmtree(tmp_path / "moved" / "autoencoder")
     assert "norms' epsilon" in plan_of(tmp_path / "moved", tokenizer="bytes").notes[0]
+
+
+def test_a_model_card_tells_what_is_known(tmp_path):
+    """Of a run that was trained here: steps, text and scores; the front matter is what the hub reads."""
+    workdir = random_workdir(tmp_path / "ours", "head=energy")
+    (workdir.path / "converted.json").unlink(missing_ok=True)
+    text = {"train": {"documents": 7, "characters": 1234, "fingerprint": "0"}}
+    workdir.corpus_path.write_text(json.dumps(text))
+    scores = {"brierlm": 12.5, "brierlm_error": 0.5}
+    scores |= {f"brier_{n}{end}": 0.25 for n in range(1, 5) for end in ("", "_error")}
+    results = {"lm": scores | {"step": 12, "loss": 1.0}}
+    workdir.results_path.write_text(json.dumps(results))
+    card = model_card(workdir, True, 1234567, "my-calm")
+    data = huggingface_hub.ModelCard(card, ignore_metadata_errors=False).data
+    assert (data.library_name, data.pipeline_tag, data.tags) == (
+        "calm_jax",
+        "text-generation",
+        ["calm"],
+    )
+    for part in ("# my-calm\n", "1,234,567 parameters", "7 documents, 1,234 characters"):
+        assert part in card
+    assert "| BrierLM | 12.50 ± 0.50 |" in card and "K = 4 tokens, energy head" in card
+    assert "convert --source=my-calm --workdir=runs/my-calm --tokenizer=bytes" in card

@@ -38,7 +38,8 @@ def test_a_source_that_is_neither_folder_nor_repository_is_refused_without_netwo
 def test_a_repository_is_downloaded_and_converted(golden, converted, monkeypatch, tmp_path):
     asked = []
 
-    def download(name, allow_patterns):
+    def download(name, revision, allow_patterns):
+        assert revision is None
         asked.append((name, allow_patterns))
         return str(golden / "ae_k4")
 
@@ -56,14 +57,20 @@ def test_pickles_are_downloaded_only_without_safetensors(golden, monkeypatch, tm
     (folder / SAFE).unlink()
     asked = []
 
-    def download(name, allow_patterns):
-        asked.append(allow_patterns)
+    def download(name, revision, allow_patterns):
+        asked.append((revision, allow_patterns))
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
-    assert folder_of("cccczshao/CALM-M", "--source") == folder
-    assert len(asked) == 2 and "pytorch_model*.bin" in asked[1]
+    assert folder_of("cccczshao/CALM-M", "--source", "v1") == folder
+    assert len(asked) == 2 and "pytorch_model*.bin" in asked[1][1]
+    assert [revision for revision, _ in asked] == ["v1", "v1"]
+
+
+def test_a_revision_of_a_folder_is_refused(tmp_path):
+    line = refusal(folder_of, str(tmp_path), "--source", "v1")
+    assert "is a folder, which has no revision 'v1'" in line
 
 
 def test_impossible_file_names_are_refused_in_one_line(golden):

@@ -23,6 +23,8 @@ def test_a_run_prints_its_table_and_writes_its_files(finished):
         assert part in printed
     for name in ("config.json", "metrics.jsonl", "samples.txt", "results.json", "tensorboard"):
         assert (workdir / name).exists()
+    # A report that fails does not fail the run.
+    assert "<h2>Samples</h2>" in (workdir / "report.html").read_text()
     records = metrics(workdir)
     assert {record["stage"] for record in records} == {"autoencoder", "lm"}
     assert {record["split"] for record in records} == {"train", "validation", "validation_part"}

@@ -1,0 +1,106 @@
+"""The README.md of an exported model: what is known of it, and headings for what its author knows."""
+
+import json
+
+from calm_jax.config import Config
+from calm_jax.run import report
+from calm_jax.run.workdir import Workdir
+from calm_jax.training import checkpoint
+
+_HEADS = {
+    "energy": "energy head",
+    "diffusion": "diffusion head",
+    "flow": "flow-matching head",
+    "softmax": "softmax head, the autoregressive baseline",
+}
+
+
+def _about(config: Config, has_lm: bool) -> str:
+    chunk = f"chunks of K = {config.chunk_size} tokens"
+    if not has_lm:
+        return f"the autoencoder of a CALM: it compresses {chunk} into one vector each, and reconstructs them"
+    head = _HEADS.get(config.lm.head.name, f"{config.lm.head.name} head")
+    if not config.has_autoencoder:
+        return f"a transformer that predicts tokens ({head})"
+    return (
+        f"a CALM, a Continuous Autoregressive Language Model: it predicts the vector of the next chunk ({chunk}, {head}), and "
+        "an autoencoder turns vectors into tokens"
+    )
+
+
+def _training(config: Config, workdir: Workdir) -> list[str]:
+    """Steps, tokens and text of the stages that were trained in the workdir."""
+    lines = []
+    for stage, name in (("autoencoder", "autoencoder"), ("lm", "language model")):
+        steps = checkpoint.latest_step(workdir.checkpoints(stage))
+        if steps and not (stage == "autoencoder" and config.autoencoder_source):
+            settings = getattr(config, stage)
+            batch, block = settings.training.batch_size, settings.data.block_tokens
+            lines.append(
+                f"* {name}: {steps:,} steps of {batch} x {block:,} tokens, {steps * batch * block:,} tokens in all"
+            )
+    for name, text in json.loads(workdir.corpus_path.read_text(encoding="utf-8")).items():
+        unit = "tokens" if "tokens" in text else "characters"
+        lines.append(f"* text ({name}): {text['documents']:,} documents, {text[unit]:,} {unit}")
+    return lines
+
+
+def _scores(config: Config, workdir: Workdir) -> list[str]:
+    try:
+        results = json.loads(workdir.results_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    rows = report.rows(results, config, workdir)
+    return ["| | |", "|---|---|", *(f"| {name.strip()} | {value} |" for name, value in rows)]
+
+
+def model_card(workdir: Workdir, has_lm: bool, num_parameters: int, repository: str) -> str:
+    """The card as Markdown.
+
+    Args:
+      workdir: of the exported model.
+      has_lm: whether the language model is in it, or the autoencoder alone.
+      num_parameters: of all that is exported.
+      repository: the name of the exported folder.
+    """
+    config = workdir.config
+    tokenizer = workdir.tokenizer
+    parts = [
+        "---",
+        "library_name: calm_jax",
+        *(["pipeline_tag: text-generation"] if has_lm else []),
+        "tags: [calm]",
+        "# license: ",
+        "# language: ",
+        "---",
+        "",
+        f"# {repository}",
+        "",
+        f"This is {_about(config, has_lm)}. It has {num_parameters:,} parameters and a vocabulary of "
+        f"{tokenizer.vocab_size:,} tokens ({tokenizer.kind}).",
+        "",
+        "<!-- What the model is for, who made it, and under which licence. -->",
+        "",
+        "## Use",
+        "",
+        "```bash",
+        f"python -m calm_jax.interop.convert --source={repository} --workdir=runs/{repository}"
+        + (" --tokenizer=bytes" if tokenizer.kind == "bytes" else ""),
+    ]
+    if has_lm:
+        parts.append(f"python -m calm_jax.generate --workdir=runs/{repository} --prompt=TEXT")
+    parts += ["```", "", "The weights are in the layout of the published PyTorch code."]
+    if not workdir.is_converted:
+        scores = _scores(config, workdir)
+        parts += ["", "## Training", "", *_training(config, workdir)]
+        parts += ["", "<!-- What the text is, and where it comes from. -->"]
+        if scores:
+            parts += ["", "## Scores on held-out text", "", *scores]
+    parts += [
+        "",
+        "## Limits",
+        "",
+        "<!-- What the model should not be used for; what its text lacks; whether it was tested for harmful text. -->",
+        "",
+    ]
+    return "\n".join(parts)

@@ -1,0 +1,40 @@
+"""Writes report.html of a run, or a page that compares several over steps, tokens, FLOPs and seconds.
+
+    python -m calm_jax.report runs/quickstart
+    python -m calm_jax.report runs/k4 runs/k8 runs/baseline --output=compare.html
+
+Training and evaluation write a run's report.html by themselves. This command makes it for a run that is still training, too.
+"""
+
+import pathlib
+
+from absl import app, flags
+
+from calm_jax.cli.command import command
+from calm_jax.cli.files import local_path, write_atomically
+from calm_jax.cli.flags import parse_flags
+from calm_jax.errors import UserError
+from calm_jax.run import web_report
+from calm_jax.run.workdir import Workdir
+
+_OUTPUT = flags.DEFINE_string(
+    "output", "", "the page; if empty, report.html in the workdir, of several in this folder"
+)
+
+
+@command
+def main(argv: list[str]) -> None:
+    folders = argv[1:]
+    if not folders:
+        raise UserError("give the folders of one run or several: python -m calm_jax.report DIR ...")
+    workdirs = [Workdir(local_path(folder, "DIR")) for folder in folders]
+    several = len(workdirs) > 1
+    text = web_report.comparison(workdirs) if several else web_report.page(workdirs[0])
+    default = pathlib.Path("report.html") if several else workdirs[0].report_path
+    path = local_path(_OUTPUT.value, "--output") if _OUTPUT.value else default
+    write_atomically(path, text)
+    print(f"{path}: {len(text.encode()) / 1e3:,.0f} kB")
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags)

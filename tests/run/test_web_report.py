@@ -1,0 +1,263 @@
+"""The report of a run: its numbers, its text as it was, one small file without network or scripts."""
+
+import html.parser
+import json
+import math
+import re
+
+import pytest
+
+from calm_jax.config import Config, resolve
+from calm_jax.cost import flops
+from calm_jax.data.tokenizers import ByteTokenizer
+from calm_jax.errors import UserError
+from calm_jax.run import charts, web_report
+from calm_jax.run.charts import Series, chart
+from calm_jax.run.workdir import Workdir
+from tests import tiny_recipe
+from tests.workdirs import run
+
+BYTES = ByteTokenizer(b"")
+HOSTILE = "</pre></title><script>alert('x')</script>&amp;\"<img src=http://x onerror=y>"
+# These have no end tag.
+VOID = {"meta"}
+
+
+class Reader(html.parser.HTMLParser):
+    """Reads a page: the text of each element, in order, as `(tag, classes, text)`. Fails for tags that do not match."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.elements: list[tuple[str, str, str]] = []
+        self._open: list[list] = []
+        self.feed(page)
+        assert not self._open
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            assert not name.startswith("on") and name not in ("src", "href"), (name, value)
+        if tag not in VOID:
+            self._open.append([tag, dict(attrs).get("class", ""), ""])
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        element = self._open.pop()
+        assert element[0] == tag
+        self.elements.append(tuple(element))
+        if self._open:
+            self._open[-1][2] += element[2]
+
+    def handle_data(self, data):
+        if self._open:
+            self._open[-1][2] += data
+
+    def texts(self, tag: str, kind: str = "") -> list[str]:
+        return [text for name, classes, text in self.elements if name == tag and kind in classes]
+
+
+def write_lines(path, records) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def train_record(stage: str, step: int) -> dict:
+    """Two seconds a step."""
+    return {
+        "stage": stage,
+        "split": "train",
+        "step": step,
+        "loss": 100 / step,
+        "seconds": 2 * step,
+    } | {
+        "tokens_per_second": 5.0,
+        "unheard_of": 3.0,
+    }
+
+
+def scored(value: float) -> dict:
+    values = {"brierlm": value, "brierlm_error": 0.5}
+    return values | {f"brier_{n}{e}": 0.1 for n in range(1, 5) for e in ("", "_error")}
+
+
+SAMPLE = {
+    "prompt": HOSTILE,
+    "text": "",
+    "tokens": list("añ<b>日本".encode()),
+    "chunk_ends": [2, 4, 8, 12],
+}
+
+
+@pytest.fixture
+def workdir(tmp_path) -> Workdir:
+    """A finished run with hostile text everywhere, made of its files alone."""
+    tree = tiny_recipe.get_config(f"{HOSTILE}/*.txt")
+    workdir = Workdir(tmp_path / "a run")
+    workdir._create(resolve(tree), BYTES, "corpus.json", {"train": {"name": HOSTILE}})
+    records = [train_record(stage, step) for stage in ("autoencoder", "lm") for step in (4, 8, 12)]
+    records += [
+        {"stage": "lm", "split": split, "step": step, "loss": 2.0} | scored(10.0 + step)
+        for split, step in (("validation_part", 6), ("validation", 12))
+    ]
+    write_lines(workdir.metrics_path, records)
+    lm = {"step": 12, "loss": 2.0} | scored(22.0)
+    workdir.results_path.write_text(json.dumps({"lm": lm, "floor": scored(3.0)}))
+    write_lines(workdir.samples_jsonl_path, [SAMPLE])
+    points = [
+        {
+            "sampler": sampler,
+            "temperature": t,
+            "candidates": 0,
+            "collision": 50.0 / t,
+            "accuracy": 9.0,
+        }
+        | {"accuracy_error": None}
+        for sampler, t in (("model", 1.0), (HOSTILE, 0.5), (HOSTILE, 0.25))
+    ]
+    evaluation = {"lm": lm | scored(23.0), "plane": {"points": points, "contexts": 5}}
+    write_lines(workdir.evaluations_path, [evaluation, evaluation])
+    return workdir
+
+
+def test_a_page_has_every_part_and_the_text_as_it_was(workdir):
+    page = web_report.page(workdir)
+    reader = Reader(page)
+    assert not re.search(r"<script|https?://x\"|@import|url\(", page.replace(HOSTILE, ""))
+    assert reader.texts("h2") == [
+        "Results",
+        "Autoencoder",
+        "Language model",
+        "Samples",
+        "Accuracy and diversity",
+        "Evaluations",
+        "Config and text",
+    ]
+    captions = reader.texts("figcaption")
+    assert {"BrierLM", "training loss", "unheard of (train)"} <= set(captions)
+    cells = reader.texts("td")
+    assert "23.00 ± 0.50" in cells and "3.00 ± 0.50" in cells
+    config = next(text for text in reader.texts("pre") if '"chunk_size"' in text)
+    assert json.loads(config)["data"]["train_files"] == f"{HOSTILE}/*.txt"
+    assert HOSTILE in reader.texts("b")
+    assert HOSTILE in " ".join(reader.texts("div", "legend"))
+
+
+def test_chunks_of_samples_make_up_their_text(workdir):
+    """Also where a character has bytes of two chunks: it is shown with the second."""
+    reader = Reader(web_report.page(workdir))
+    spans = [
+        text for tag, kind, text in reader.elements if tag == "span" and kind in ("odd", "even")
+    ]
+    assert spans == ["a", "ñ<", "b>", "日本"]
+
+
+def test_a_long_run_has_a_small_page(workdir):
+    records = [train_record("lm", step) for step in range(1, 30_001)]
+    write_lines(workdir.metrics_path, records)
+    write_lines(workdir.samples_jsonl_path, [SAMPLE | {"prompt": "long " * 20_000}] * 50)
+    assert len(web_report.page(workdir).encode()) < 2e6
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "results.json", "samples.jsonl", "evaluations.jsonl"]
+)
+@pytest.mark.parametrize("content", [None, b"\xff{", b"[1]\n"])
+def test_a_missing_or_damaged_file_leaves_its_part_out(workdir, name, content):
+    path = workdir.path / name
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    assert "Config and text" in Reader(web_report.page(workdir)).texts("h2")
+
+
+def test_a_report_that_fails_is_a_line_and_keeps_the_old_one(workdir, monkeypatch, capsys):
+    web_report.try_to_write(workdir)
+    before = workdir.report_path.read_bytes()
+
+    def fail(workdir):
+        raise ZeroDivisionError("two\nlines")
+
+    monkeypatch.setattr(web_report, "page", fail)
+    web_report.try_to_write(workdir)
+    assert workdir.report_path.read_bytes() == before
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "report.html was not written (ZeroDivisionError: two lines)" in line
+
+
+def test_axes_of_a_comparison(workdir):
+    config: Config = workdir.config
+    loaded = web_report._Run(workdir)
+    values = {axis.label: axis.of(loaded, "lm", 6) for axis in web_report._AXES}
+    block = config.lm.data.block_tokens * config.lm.training.batch_size
+    assert values["steps"] == 6 and values["tokens"] == 6 * block
+    assert values["FLOPs"] == 6 * block * flops.training(config, "lm", BYTES.vocab_size)
+    # Between the records of steps 4 and 8, and before the first.
+    assert values["seconds of training"] == 12
+    assert web_report._seconds(loaded, "lm", 2) == 4 and web_report._seconds(loaded, "lm", 12) == 24
+
+
+def test_a_comparison_shows_every_run(workdir, tmp_path):
+    (tmp_path / "b").mkdir()
+    other = Workdir(tmp_path / "b" / "a run")
+    other._create(workdir.config, BYTES, "corpus.json", {})
+    reader = Reader(web_report.comparison([workdir, other]))
+    # Equal names are told apart by their paths; the second run has no records yet.
+    assert {str(workdir.path), str(other.path)} <= set(reader.texts("td"))
+    assert reader.texts("figcaption").count("over FLOPs") == 4
+
+
+def test_the_command_writes_a_page_and_refuses_what_is_no_run(workdir, tmp_path):
+    assert "kB" in run("calm_jax.report", str(workdir.path))
+    assert workdir.report_path.read_text() == web_report.page(workdir)
+    assert "is no workdir" in run("calm_jax.report", str(tmp_path), status=2)
+    assert "give the folders" in run("calm_jax.report", status=2)
+
+
+def points_of(svg: str) -> list[tuple[float, float]]:
+    (path,) = re.findall(r'class="line c0" d="M([^"V]+)"', svg)
+    return [tuple(map(float, point.split())) for point in path.split("L")]
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0, 2.0, 4.0, 9.0], [1e-3, 1.0, 1e3, 1e4]], ids=["linear", "log"]
+)
+def test_places_are_affine_in_the_value_or_its_logarithm(values):
+    """To the rounding of a tenth of a pixel."""
+    svg = chart("t", [Series("s", [(i, value, math.nan) for i, value in enumerate(values)])], "x")
+    ys = [y for _, y in points_of(svg)]
+    of = [math.log10(value) if values[0] < 1 else value for value in values]
+    slope = (ys[-1] - ys[0]) / (of[-1] - of[0])
+    assert slope < 0
+    for y, value in zip(ys, of, strict=True):
+        assert y == pytest.approx(ys[0] + slope * (value - of[0]), abs=0.2)
+
+
+def test_many_points_are_means_of_neighbours_and_infinite_ones_are_left_out():
+    points = [(float(i), float(i % 2), math.nan) for i in range(10_200)] + [(1.0, math.inf, 0.0)]
+    thinned = charts._thinned(points)
+    assert len(thinned) <= 300 and all(abs(y - 0.5) < 0.02 for _, y, _ in thinned)
+    assert sum(x for x, _, _ in thinned) / len(thinned) == pytest.approx(5099.5)
+
+
+def test_a_chart_without_points_is_empty():
+    assert chart("t", [Series("s", []), Series("n", [(1.0, math.nan, 0.0)])], "x") == ""
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0.0, "0"),
+        (0.12345, "0.1235"),
+        (9999.0, "9999"),
+        (12_345.0, "12.3k"),
+        (-2e6, "-2M"),
+        (3e20, "3e+20"),
+    ],
+)
+def test_short_numbers(value, text):
+    assert charts.short(value) == text
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is no workdir"):
+        web_report.page(Workdir(tmp_path))
