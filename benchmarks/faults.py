@@ -302,8 +302,11 @@ def _trial(
     calls, more = _recover(job, output)
     wrong += more
     if not wrong:
-        found = json.loads(json.dumps(job.outcome(output)))
-        wrong += [f"{key} differs" for key in _differing(found, reference["outcome"])]
+        try:
+            found = json.loads(json.dumps(job.outcome(output)))
+            wrong += [f"{key} differs" for key in _differing(found, reference["outcome"])]
+        except (OSError, ValueError, KeyError) as error:
+            wrong.append(f"the output cannot be read: {error!r}")
         left = {path.name for path in folder.iterdir()} - {"output", "log.txt", "synced"}
         wrong += [f"{one} is left" for one in sorted(left)]
     if not wrong:
