@@ -5,7 +5,8 @@
 A trial starts a command on a tiny recipe, does the fault at a random moment of it, and gives the same command again until
 it ends with status 0. Its files must then hold what the undisturbed command wrote: all checksums of parameters and optimizer,
 metrics, samples and scores, or the very bytes; and nothing else may lie beside them. A line of error that offers a command
-to go on with is obeyed. DIR gets trials.jsonl, one line for each trial; the same call goes on from there. The table counts
+to go on with is obeyed. DIR gets trials.jsonl, one line for each trial; the same call goes on from there (a changed
+program needs a new DIR). The table counts
 trials that recovered, and trials that lost something, of which there must be none.
 
 Faults: `kill`, `term` and `int` are SIGKILL, SIGTERM and SIGINT; `stop` is SIGSTOP for a second; `two` starts the command a
@@ -302,8 +303,11 @@ def _trial(
     calls, more = _recover(job, output)
     wrong += more
     if not wrong:
-        found = json.loads(json.dumps(job.outcome(output)))
-        wrong += [f"{key} differs" for key in _differing(found, reference["outcome"])]
+        try:
+            found = json.loads(json.dumps(job.outcome(output)))
+            wrong += [f"{key} differs" for key in _differing(found, reference["outcome"])]
+        except (OSError, ValueError, KeyError) as error:
+            wrong.append(f"the output cannot be read: {error!r}")
         left = {path.name for path in folder.iterdir()} - {"output", "log.txt", "synced"}
         wrong += [f"{one} is left" for one in sorted(left)]
     if not wrong:

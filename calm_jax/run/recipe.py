@@ -260,6 +260,8 @@ def _train_and_report(run: Run, profile: Profile) -> None:
         if seconds:
             results[name] = {**results[name], "training_seconds": seconds}
     text = json.dumps(nan_to_none(results), indent=2) + "\n"
+    # results.json ends the run: nothing would write records again that a power cut takes after it.
+    run.log.sync()
     multihost.write_once(lambda: write_atomically(workdir.results_path, text))
     multihost.write_once(lambda: web_report.try_to_write(workdir))
     report.print_results(results, config, workdir)
