@@ -6,8 +6,7 @@ A trial starts a command on a tiny recipe, does the fault at a random moment of 
 it ends with status 0. Its files must then hold what the undisturbed command wrote: all checksums of parameters and optimizer,
 metrics, samples and scores, or the very bytes; and nothing else may lie beside them. A line of error that offers a command
 to go on with is obeyed. DIR gets trials.jsonl, one line for each trial; the same call goes on from there (a changed
-program needs a new DIR). The table counts
-trials that recovered, and trials that lost something, of which there must be none.
+program needs a new DIR). The table counts trials that recovered, and trials that lost something, of which there must be none.
 
 Faults: `kill`, `term` and `int` are SIGKILL, SIGTERM and SIGINT; `stop` is SIGSTOP for a second; `two` starts the command a
 second time meanwhile; `cut` is SIGKILL and a disk that loses, of every file, a random part of what was not synced yet.
@@ -296,7 +295,8 @@ def _trial(
     folder = root / f"{name}-{fault}-{number}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    output = folder / "output"
+    # The reference's name, which an export's model card has in it.
+    output = folder / name
     if job.source:
         shutil.copytree(root / "reference" / job.source, output)
     wrong = _disturb(fault, job, output, moment, chance)
@@ -308,7 +308,7 @@ def _trial(
             wrong += [f"{key} differs" for key in _differing(found, reference["outcome"])]
         except (OSError, ValueError, KeyError) as error:
             wrong.append(f"the output cannot be read: {error!r}")
-        left = {path.name for path in folder.iterdir()} - {"output", "log.txt", "synced"}
+        left = {path.name for path in folder.iterdir()} - {name, "log.txt", "synced"}
         wrong += [f"{one} is left" for one in sorted(left)]
     if not wrong:
         shutil.rmtree(folder)
