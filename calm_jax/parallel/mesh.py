@@ -91,28 +91,20 @@ def make_training_mesh(config: MeshConfig, batch_sizes: Iterable[int]) -> Mesh:
       batch_sizes: rows of the batches that are split over the mesh.
 
     Raises:
-      UserError: as `make_mesh` does, and if devices of several processes would be left over, because every process needs
-        some.
+      UserError: as `make_mesh` does.
     """
     devices, batch_sizes = jax.devices(), list(batch_sizes)
-    if -1 in (config.data, config.fsdp):
-        fixed_ways = max(config.data, config.fsdp)
-        free = len(devices) // (fixed_ways * config.tensor)
+    fixed_ways = max(config.data, config.fsdp)
+    free, rest = divmod(len(devices), max(1, fixed_ways * config.tensor))
+    # Every process needs devices, so that several processes use all. What no size can mend is refused by name: the mesh by
+    # `make_mesh`, a batch by `check_batch`.
+    if -1 in (config.data, config.fsdp) and not rest and jax.process_count() == 1:
         fitting = (
             size
             for size in range(free, 0, -1)
             if not any(rows % (size * fixed_ways) for rows in batch_sizes)
         )
-        # Where not even one fits, the check of the batches says why.
-        number = next(fitting, free) * fixed_ways * config.tensor
-        if number < free * fixed_ways * config.tensor:
-            if jax.process_count() > 1:
-                sizes = " and ".join(str(rows) for rows in sorted(set(batch_sizes)))
-                raise UserError(
-                    f"batches of {sizes} rows divide over {number} of {len(devices)} devices, and devices of several processes "
-                    "cannot be left out: give a training.batch_size that divides over all of them"
-                )
-            devices = devices[:number]
+        devices = devices[: next(fitting, free) * fixed_ways * config.tensor]
     return make_mesh(config, devices)
 
 
