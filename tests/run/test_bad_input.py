@@ -214,6 +214,8 @@ def test_a_batch_size_that_the_devices_do_not_divide_is_refused(text, tmp_path):
             f"--config=tests/tiny_recipe.py:{text}",
             f"--workdir={tmp_path / 'run'}",
             "--config.lm.training.batch_size=5",
+            # As many devices as there are (-1) would be as many as 5 divides over.
+            "--config.mesh.data=2",
         ],
         cwd=ROOT,
         env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"},
