@@ -172,7 +172,7 @@ def get_config() -> ConfigDict:
     # Prompts and texts longer than the context, lm.data.block_tokens tokens: "refuse" ends with an error; "slide" attends to
     # the last chunks only.
     config.sample.long_context = "refuse"
-    # Prompts continued together, at most; on several devices, rounded up so that it divides over them.
+    # Prompts continued together, at most; rounded up to a multiple of mesh.data x mesh.fsdp.
     config.sample.batch_size = 8
     # Prompts of the samples that are written at the end of training.
     config.sample.prompts = ("The ", "In the year ")
@@ -239,8 +239,8 @@ def _transformer() -> ConfigDict:
     model.rms_norm_epsilon = 1e-6
     model.norm_epsilon = 1e-6
     # Rematerialisation: which activations of a layer the backward pass recomputes. "none"; "full", all of them: least memory,
-    # about a third more FLOPs; "dots", all but products with weights: few more FLOPs, but most of the memory; "auto", "none" if
-    # that fits into the devices' memory, else "full".
+    # about a third more FLOPs; "dots", all but products with weights: few more FLOPs, but most of the memory; "auto", "none"
+    # or "full", whichever is faster of those that fit into the devices' memory.
     model.remat = "auto"
     # Attention kernel of training and scoring: "xla" works everywhere; "blocks", too, and is the
     # fastest on CPUs; "cudnn" needs an NVIDIA GPU, bfloat16 and lm.data.isolate_documents=False; "splash" needs a TPU (on a

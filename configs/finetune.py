@@ -60,6 +60,7 @@ def get_config(folder: str = "") -> ConfigDict:
     training.num_steps = 500
     training.batch_size = 16
     training.accumulation_steps = 0
+    config.lm.model.remat = "auto"
     training.log_every = 10
     training.eval_every = 100
     training.checkpoint_every = 100

@@ -20,8 +20,8 @@ def local_path(name: str, flag: str) -> pathlib.Path:
     """
     if re.match(r"[A-Za-z][\w+.-]*://", name):
         raise UserError(
-            f"{flag}={name} must be a path of a file system: only text is read from URLs; mount the storage (gcsfuse, "
-            "mountpoint-s3), or give a local folder and copy it afterwards"
+            f"{flag}={name} must be a path of a file system: only text is read from URLs; give a local folder, and copy it "
+            "afterwards"
         )
     return pathlib.Path(name)
 
@@ -104,7 +104,10 @@ def atomic_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
             refuse_existing(path)
             empty(unfinished, keep={LOCK})
             yield unfinished
+            for entry in (unfinished, *unfinished.rglob("*")):
+                sync(entry)
             unfinished.rename(path)
+            sync(path.parent)
         except BaseException as error:
             with suppress(UserError, OSError):
                 empty(unfinished, keep={LOCK})

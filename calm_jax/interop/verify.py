@@ -100,6 +100,9 @@ def _compared(folder: pathlib.Path, case: str, run: Callable[..., Comparisons]) 
         yield _failed(case, f"what follows needs the array {str(error)!r}, which {file} lacks")
     except UserError as error:
         yield _failed(case, str(error))
+    except Exception as error:
+        # An array of another shape or type may end a computation anywhere.
+        yield _failed(case, f"what follows cannot be computed ({type(error).__name__}: {error})")
 
 
 def _failed(case: str, reason: str) -> Row:

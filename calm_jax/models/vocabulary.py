@@ -134,15 +134,18 @@ def _forward(
 
 def _backward(block: int, kept: tuple[Array, ...], cotangent_P: Array) -> tuple[Array, Array, None]:
     x_PD, table_VD, target_P, log_sum_P = kept
+    vocab_size = len(table_VD)
     weight_P1 = jnp.where(target_P >= 0, cotangent_P, 0)[:, None]
 
     def add_block(x_gradient_PD: Array, rows_and_first: tuple[Array, Array]):
         rows_WD, first = rows_and_first
+        token_W = first + jnp.arange(block)
         logit_PW = _dot(x_PD, rows_WD, 1, 1, jnp.float32)
-        is_target_PW = first + jnp.arange(block) == target_P[:, None]
+        # Of the rows that only fill the last block, whose logit 0 may be far above all others.
+        logit_PW = jnp.where(token_W < vocab_size, logit_PW, -jnp.inf)
+        is_target_PW = token_W == target_P[:, None]
         gradient_PW = weight_P1 * (jnp.exp(logit_PW - log_sum_P[:, None]) - is_target_PW)
         gradient_PW = gradient_PW.astype(x_PD.dtype)
-        # Rows that only fill the last block are zero here, and their own gradient is cut off below.
         x_gradient_PD += _dot(gradient_PW, rows_WD, 1, 0, jnp.float32)
         rows_gradient_WD = scattered(_dot(gradient_PW, x_PD, 0, 0, x_PD.dtype))
         return constrain(x_gradient_PD), rows_gradient_WD
@@ -152,7 +155,7 @@ def _backward(block: int, kept: tuple[Array, ...], cotangent_P: Array) -> tuple[
         constrain(jnp.zeros(x_PD.shape, jnp.float32)),
         _blocks(block, table_VD, x_PD),
     )
-    table_gradient_VD = gradient.reshape(-1, gradient.shape[-1])[: len(table_VD)]
+    table_gradient_VD = gradient.reshape(-1, gradient.shape[-1])[:vocab_size]
     return x_gradient_PD.astype(x_PD.dtype), table_gradient_VD.astype(table_VD.dtype), None
 
 

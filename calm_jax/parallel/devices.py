@@ -4,8 +4,11 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import socket
 
 import jax
+
+from calm_jax.parallel import multihost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +40,29 @@ ACCELERATORS = {
 }
 
 
-def accelerator(device_kind: str) -> Accelerator | None:
-    """The figures of a device by its `device_kind`; None for an unknown one, such as a CPU."""
-    known = (about for name, about in ACCELERATORS.items() if device_kind.startswith(name))
-    return next(known, None)
+GPUS_PER_HOST = 8
+# Bytes per second that a GPU receives from other hosts: one 400 Gbit/s network card for each GPU, as in NVIDIA's DGX H100.
+_BETWEEN_HOSTS = 50e9
+
+
+def accelerator(device_kind: str, num_devices: int = 1) -> Accelerator | None:
+    """The figures of one of `num_devices` devices by its `device_kind`; None for an unknown one, such as a CPU.
+
+    GPUs of more than one host exchange over the network.
+    """
+    about = next(
+        (about for name, about in ACCELERATORS.items() if device_kind.startswith(name)), None
+    )
+    if about is not None and device_kind.startswith("NVIDIA") and num_devices > GPUS_PER_HOST:
+        return dataclasses.replace(about, interconnect=_BETWEEN_HOSTS)
+    return about
 
 
 def memory_here() -> float:
-    """Bytes of memory of each of this process's devices; of the machine, shared out between them, where they are CPUs."""
+    """Bytes of memory of each of this process's devices. Where they are CPUs, the machine's are shared out between them.
+
+    All processes must call it.
+    """
     device = jax.local_devices()[0]
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
@@ -54,10 +72,15 @@ def memory_here() -> float:
         if known is not None:
             return known.memory
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # A container may have less than its machine.
+    # A container or a job may have less than its machine; so may what it is a part of.
+    root = pathlib.Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
-        memory = min(memory, int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text()))
-    return memory / jax.local_device_count()
+        own = root / pathlib.Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
+        for group in (own, *own.parents):
+            with contextlib.suppress(OSError, ValueError):
+                memory = min(memory, int((group / "memory.max").read_text()))
+    hosts = multihost.all_gather(socket.gethostname())
+    return memory / hosts.count(socket.gethostname()) / jax.local_device_count()
 
 
 def target_device() -> jax.Device | jax.sharding.AbstractDevice:

@@ -5,6 +5,8 @@ planner estimates their time, up to the first that fits.
 """
 
 import dataclasses
+import math
+import re
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +19,6 @@ from calm_jax.build import stage_of
 from calm_jax.config import Config
 from calm_jax.cost import flops, sizes
 from calm_jax.data.tokenizers import Tokenizer, Vocabulary
-from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
 from calm_jax.parallel.devices import Accelerator, accelerator, memory_here
 from calm_jax.parallel.mesh import num_row_shards
@@ -29,6 +30,45 @@ from calm_jax.training.step import step_program
 SHARE = 0.9
 # The same for a CPU, whose memory also holds the text, a copy of the state while it is saved, and other programs.
 _SHARE_OF_HOST = 0.5
+
+
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
+# The TPU compiler's error for a program that does not fit has the bytes that it needs.
+_SIZE = r"([\d.]+)([KMGT]?)"
+_TOO_LARGE = (
+    # Bytes needed by the whole program, and available.
+    (re.compile(rf"Used {_SIZE}i?B? of {_SIZE}i?B? hbm"), True),
+    # Bytes needed by the temporaries alone, and available.
+    (re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)"), False),
+)
+
+
+def too_large(message: str) -> tuple[float, float, bool] | None:
+    """Reads the compiler's error for a program that does not fit into memory.
+
+    Returns:
+      The bytes needed, the bytes available, and whether the first are those of the whole program (True) or of the
+      temporaries alone (False); None for another error.
+    """
+    if "RESOURCE_EXHAUSTED" not in message:
+        return None
+    for pattern, is_whole in _TOO_LARGE:
+        found = pattern.search(message)
+        if found:
+            needed, unit, available, available_unit = found.groups()
+            sizes_of = float(needed) * _UNITS[unit], float(available) * _UNITS[available_unit]
+            return *sizes_of, is_whole
+    return None
+
+
+def bytes_of(tree: Any) -> float:
+    """Bytes of a tree of shapes on one device."""
+    return float(
+        sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(tree)
+        )
+    )
 
 
 class Need(NamedTuple):
@@ -172,12 +212,10 @@ class FittedStep(NamedTuple):
     Attributes:
       config: the recipe, with its automatic keys chosen.
       compiled: the step.
-      need: the bytes of one device that it needs.
     """
 
     config: Config
     compiled: jax.stages.Compiled
-    need: Need
 
 
 def fit_here(
@@ -199,7 +237,7 @@ def fit_here(
       mesh: the devices; must be set.
 
     Raises:
-      UserError: if no candidate fits.
+      AgreedError: if no candidate fits.
     """
     compiled: dict[Config, jax.stages.Compiled] = {}
     began = time.monotonic()
@@ -211,24 +249,33 @@ def fit_here(
         program = step_program(
             task, optimizer, section.training, section.data, frozen, key, words.pad_id, mesh
         )
-        compiled[one] = program.step.lower(*program.arguments).compile()
+        try:
+            compiled[one] = program.step.lower(*program.arguments).compile()
+        except jax.errors.JaxRuntimeError as error:
+            # TPUs' compiler refuses a program that does not fit.
+            found = too_large(str(error))
+            if found is None:
+                raise
+            needed, _, is_whole = found
+            arguments = bytes_of(program.arguments)
+            return Need(arguments, needed - arguments if is_whole else needed)
         return need_of(compiled[one])
 
     device = jax.local_devices()[0]
-    rates = accelerator(device.device_kind)
+    rates = accelerator(device.device_kind, mesh.size)
     available = memory_here() * (_SHARE_OF_HOST if device.platform == "cpu" else SHARE)
     every = candidates(config, stage, mesh, words.vocab_size, rates)
     found = fit_to_memory(every, stage, available, measure)
     values = ", ".join(f"{name}={value}" for name, value in named(found.config, stage).items())
     size = f"{found.need.total / 2**30:.2f} GiB of {available / 2**30:.2f} GiB a device"
     if not found.fits:
-        raise UserError(
+        raise multihost.AgreedError(
             f"{stage}: a training step does not fit into memory: {values} needs {size}. More devices along mesh.fsdp (now "
             f"{mesh.shape['fsdp']}) split parameters and optimizer; these keys given by hand are taken as they are"
         )
     seconds = time.monotonic() - began
     print(f"{stage}: {values}, {size} (compiled in {seconds:.0f} s)", flush=True)
-    return FittedStep(found.config, compiled[found.config], found.need)
+    return FittedStep(found.config, compiled[found.config])
 
 
 def need_of(program: jax.stages.Compiled) -> Need:

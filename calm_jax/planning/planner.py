@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -44,16 +43,6 @@ class Lowered:
     lower: Callable[[], Any]
 
 
-def _bytes(tree: Any) -> float:
-    """Bytes of a tree of shapes on one device."""
-    return float(
-        sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(tree)
-        )
-    )
-
-
 def check_stage(config: Config, stage: str, mesh: Mesh) -> None:
     """Raises `UserError` if the recipe lacks the stage, or the mesh does not suit its batch or its attention."""
     if stage == "autoencoder" and not config.has_autoencoder:
@@ -84,10 +73,10 @@ def prepare(config: Config, stage: str, topology: Topology) -> Lowered:
         )
     state, frozen, batch = program.arguments
     arguments = {
-        "parameters": _bytes(state.params),
-        "optimizer": _bytes(state.opt_state),
-        "frozen": _bytes(frozen),
-        "batch": _bytes(batch),
+        "parameters": fitting.bytes_of(state.params),
+        "optimizer": fitting.bytes_of(state.opt_state),
+        "frozen": fitting.bytes_of(frozen),
+        "batch": fitting.bytes_of(batch),
     }
 
     def lower() -> Any:
@@ -100,33 +89,6 @@ def prepare(config: Config, stage: str, topology: Topology) -> Lowered:
 # XLA's options by platform. Without a GPU, kernels cannot be autotuned, and some that only autotuning selects do not
 # compile.
 _OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}}
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
-# The TPU compiler's error for a program that does not fit has the bytes that it needs.
-_SIZE = r"([\d.]+)([KMGT]?)"
-_TOO_LARGE = (
-    # Bytes needed by the whole program, and available.
-    (re.compile(rf"Used {_SIZE}i?B? of {_SIZE}i?B? hbm"), True),
-    # Bytes needed by the temporaries alone, and available.
-    (re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)"), False),
-)
-
-
-def too_large(message: str) -> tuple[float, float, bool] | None:
-    """Reads the compiler's error for a program that does not fit into memory.
-
-    Returns:
-      The bytes needed, the bytes available, and whether the first are those of the whole program (True) or of the
-      temporaries alone (False); None for another error.
-    """
-    if "RESOURCE_EXHAUSTED" not in message:
-        return None
-    for pattern, is_whole in _TOO_LARGE:
-        found = pattern.search(message)
-        if found:
-            needed, unit, available, available_unit = found.groups()
-            sizes_of = float(needed) * _UNITS[unit], float(available) * _UNITS[available_unit]
-            return *sizes_of, is_whole
-    return None
 
 
 def compile_plan(lowered: Lowered) -> Plan:
@@ -143,7 +105,7 @@ def compile_plan(lowered: Lowered) -> Plan:
     try:
         program = lowered.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        found = too_large(str(error))
+        found = fitting.too_large(str(error))
         if found is None:
             raise
         needed, available, is_whole = found
@@ -227,7 +189,8 @@ def plan_for(
     vocab_size = vocabulary(config.tokenizer).vocab_size
     every = fitting.candidates(config, stage, mesh, vocab_size, topology.accelerator)
     found = fitting.fit_to_memory(every, stage, fitting.SHARE * topology.memory, measure)
-    return plans[found.config]
+    # Training takes this much at most where it chooses.
+    return dataclasses.replace(plans[found.config], available=fitting.SHARE * topology.memory)
 
 
 @dataclasses.dataclass(frozen=True)

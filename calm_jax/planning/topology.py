@@ -12,18 +12,15 @@ import jax
 from jax.experimental import topologies
 
 from calm_jax.errors import UserError
-from calm_jax.parallel.devices import Accelerator, accelerator
+from calm_jax.parallel.devices import GPUS_PER_HOST, Accelerator, accelerator
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBIC = (
     *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16"),
     "16x16x16",
 )
-_PER_HOST = 8
 # The share of a GPU's memory that launch/common.sh lets JAX allocate.
 _OF_A_GPUS_MEMORY = 0.92
-# Bytes per second that a GPU receives from other hosts: one 400 Gbit/s network card for each GPU, as in NVIDIA's DGX H100.
-_BETWEEN_HOSTS = 50e9
 
 
 # Environment variables to set before libtpu is loaded: do not ask a cloud's metadata server, which takes minutes where there
@@ -93,10 +90,8 @@ class Topology:
     @property
     def accelerator(self) -> Accelerator:
         """Each device's peak rates. Between GPUs of several hosts, `interconnect` is the network's bandwidth."""
-        known = accelerator(FAMILIES[self.family].kind)
+        known = accelerator(FAMILIES[self.family].kind, self.num_devices)
         assert known is not None
-        if self.platform == "cuda" and self.num_devices > _PER_HOST:
-            return dataclasses.replace(known, interconnect=_BETWEEN_HOSTS)
         return known
 
     @property
@@ -188,7 +183,7 @@ def _tpus(topology: Topology) -> list[jax.Device]:
 
 
 def _gpus(topology: Topology) -> list[jax.Device]:
-    hosts = max(1, topology.num_devices // _PER_HOST)
+    hosts = max(1, topology.num_devices // GPUS_PER_HOST)
     each = topology.num_devices // hosts
     target = pathlib.Path(__file__).parent / "targets" / f"{topology.family}.txtpb"
     description = topologies.get_topology_desc(

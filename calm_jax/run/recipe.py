@@ -135,12 +135,17 @@ class Run:
         config, workdir, mesh = self.config, self.workdir, self.mesh
         if not fitting.is_automatic(config, name):
             return config, None
+        step = multihost.broadcast(checkpoint.latest_step(workdir.checkpoints(name)))
+        if step is not None and step >= getattr(config, name).training.num_steps:
+            # No step is left, and any choice will do.
+            return fitting.with_choice(config, name, accumulation_steps=1, remat="none"), None
         devices = {
             "kind": jax.devices()[0].device_kind,
             "mesh": dict(mesh.shape),
             **fitting.asked(config, name),
         }
-        chosen = multihost.broadcast(workdir.memory_choice(name, devices))
+        chosen = multihost.run_on_all(lambda: workdir.memory_choice(name, devices))
+        chosen = multihost.broadcast(chosen)
         if chosen is not None:
             return fitting.with_choice(config, name, **chosen), None
         key = training_key(config.seed, name)
@@ -279,7 +284,12 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
             report.check_drawable()
             tradeoff.ways(config.eval, config.sample.sampler_config, config.has_autoencoder)
         # Whatever mesh the run had, its scores can be computed on the devices that are here.
-        return make_mesh(adapted(config.mesh, jax.device_count()))
+        ours = adapted(config.mesh, jax.device_count())
+        mesh = make_mesh(ours)
+        if ours != config.mesh:
+            sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
+            print(f"mesh: {sizes}, as the config's is not one of {mesh.size} device(s)")
+        return mesh
 
     def read() -> tuple[Dataset, Corpus]:
         check_attention(config)

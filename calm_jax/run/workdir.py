@@ -311,8 +311,8 @@ class Workdir:
 
     def memory_choice(self, stage: str, devices: dict[str, Any]) -> dict[str, Any] | None:
         """What `store_memory_choice` stored for a stage on these devices; None if there is nothing for them."""
-        stored = self._memory_choices().get(stage, {})
-        return stored["chosen"] if stored.get("devices") == devices else None
+        stored = self._memory_choices().get(stage)
+        return stored["chosen"] if stored is not None and stored["devices"] == devices else None
 
     def store_memory_choice(
         self, stage: str, devices: dict[str, Any], chosen: dict[str, Any]
@@ -329,8 +329,12 @@ class Workdir:
         if not self.memory_path.exists():
             return {}
         try:
-            return json.loads(self.memory_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            stored = json.loads(self.memory_path.read_text(encoding="utf-8"))
+            for choice in stored.values():
+                if choice.keys() != {"devices", "chosen"}:
+                    raise ValueError("it has other keys than this program writes")
+            return stored
+        except (OSError, ValueError, AttributeError) as error:
             raise UserError(
                 f"{self.memory_path} cannot be read ({error}): delete it, and the choice is made again"
             ) from error

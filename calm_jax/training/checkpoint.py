@@ -21,6 +21,14 @@ from calm_jax.training.checksums import checksums
 _PARAMS, _TRAINING, _ABOUT = "params", "training", "about"
 # The key of the item `about` with the checksums of all arrays; checkpoints of earlier commits do not have it.
 _CHECKSUMS = "checksums"
+# Words in the errors that say nothing about the checkpoint itself.
+_NOT_DAMAGE = (
+    "RESOURCE_EXHAUSTED",
+    "Out of memory",
+    "PERMISSION_DENIED",
+    "Permission denied",
+    "Too many open files",
+)
 # Sizes of `save_params`, which bound its memory.
 _CHUNK_BYTES, _FILE_BYTES = 2**25, 2**27
 
@@ -186,6 +194,10 @@ def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if isinstance(error, MemoryError) or any(word in str(error) for word in _NOT_DAMAGE):
+            raise UserError(
+                f"the checkpoint {folder / str(step)} cannot be read ({_first_line(error)})"
+            ) from error
         raise UserError(_damage(folder, step, _first_line(error))) from error
 
 

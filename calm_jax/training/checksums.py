@@ -8,6 +8,7 @@ element always changes the checksum, and any other change does so but for one ca
 import concurrent.futures
 import math
 import os
+import threading
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from calm_jax.parallel import multihost
 # Elements that are hashed at once, so that they stay in a CPU's cache.
 _BLOCK = 2**15
 _MASK = 2**32 - 1
+_ONE_COPY = threading.Lock()
 
 
 def _hash_sums(x: np.ndarray, first: list[int], shape: tuple[int, ...]) -> tuple[int, int]:
@@ -65,8 +67,10 @@ def _hash_sums(x: np.ndarray, first: list[int], shape: tuple[int, ...]) -> tuple
 def _on_host(shard: Any) -> np.ndarray:
     if shard.device.platform == "cpu":
         return np.asarray(shard.data)
-    # JAX keeps an array's copy in the host's memory as long as the array itself. That of a copied array is freed here.
-    return np.asarray(jax.device_put(shard.data, shard.device, may_alias=False))
+    # JAX keeps an array's copy in the host's memory as long as the array itself. That of a copied array is freed here. One at a
+    # time, as the device may have room for no more.
+    with _ONE_COPY:
+        return np.asarray(jax.device_put(shard.data, shard.device, may_alias=False))
 
 
 def checksums(tree: Any) -> dict[str, str]:

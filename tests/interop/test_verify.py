@@ -314,6 +314,12 @@ def test_what_needs_a_missing_array_fails_by_its_name(copied, capsys):
     assert [row.quantity for row in rows if row.case == "ae_k1" and row.passed]
 
 
+def test_an_array_of_another_shape_ends_its_case_alone(copied, capsys):
+    folder = copied("temperature", "ae_k1")
+    change_array(folder / "ae_k1.npz", "dec_latents", lambda latents: latents[..., :-1])
+    assert_fails(folder, capsys, "cannot be computed")
+
+
 def test_a_missing_tensor_is_named(copied, capsys):
     folder = copied("ae_k1", "temperature")
     change_tensor(folder / "ae_k1", "encoder.encoder_layers.1.mlp.up_proj.weight", lambda _: None)

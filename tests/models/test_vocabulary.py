@@ -54,6 +54,14 @@ def block(request, monkeypatch):
     return request.param
 
 
+def test_rows_that_fill_a_block_have_no_part_in_gradients_of_very_negative_logits(block):
+    """Their logit is 0, and all others are below -100, where the exponential of the difference overflows."""
+    x_PD, table_VD, target_P, weight_P = case()
+    arguments = abs(x_PD) + 8, -abs(table_VD) - 2, target_P, weight_P
+    for ours, expected in zip(jax.jit(program())(*arguments), by_hand(*arguments), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("scale", [1, 1024])
 def test_loss_and_gradients_in_blocks_are_those_of_all_logits(block, scale):
     """With logits in the thousands, too, whose exponentials overflow float32 unless the largest is subtracted."""

@@ -105,15 +105,38 @@ def test_a_step_is_fitted_into_the_memory_of_this_machine(tiny, monkeypatch, cap
     with jax.set_mesh(mesh):
         whole = fitting.fit_here(config, "lm", words, frozen, key, mesh)
         assert chosen([whole.config]) == [(1, "none")]
+        need = fitting.need_of(whole.compiled)
         # Room for three quarters of that.
-        monkeypatch.setattr(fitting, "memory_here", lambda: 1.5 * whole.need.total)
+        monkeypatch.setattr(fitting, "memory_here", lambda: 1.5 * need.total)
         less = fitting.fit_here(config, "lm", words, frozen, key, mesh)
-        assert less.need.total <= 0.75 * whole.need.total
+        assert fitting.need_of(less.compiled).total <= 0.75 * need.total
         assert chosen([less.config])[0][0] > 1
         assert "lm.training.accumulation_steps=" in capsys.readouterr().out
-        monkeypatch.setattr(fitting, "memory_here", lambda: 0.1 * whole.need.arguments)
+        monkeypatch.setattr(fitting, "memory_here", lambda: 0.1 * need.arguments)
         with pytest.raises(UserError, match=r"lm: a training step does not fit .* mesh\.fsdp"):
             fitting.fit_here(config, "lm", words, frozen, key, mesh)
+
+
+@pytest.mark.slow
+def test_a_step_that_the_compiler_refuses_does_not_fit(tiny, monkeypatch):
+    """As TPUs' compiler does: here for batches in one microbatch."""
+    config, words, frozen, mesh = tiny
+    real = jax.stages.Lowered.compile
+    tried = []
+
+    def compile_step(lowered, *arguments, **options):
+        tried.append(lowered)
+        if len(tried) == 1:
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
+                "Used 24.25G of 15.75G hbm. Exceeded hbm capacity by 8.50G."
+            )
+        return real(lowered, *arguments, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_step)
+    with jax.set_mesh(mesh):
+        found = fitting.fit_here(config, "lm", words, frozen, jax.random.key(0), mesh)
+    assert len(tried) == 2 and chosen([found.config])[0] != (1, "none")
 
 
 def test_the_memory_of_a_cpu_is_the_machines():
@@ -129,6 +152,7 @@ def test_a_choice_is_kept_for_the_same_devices_only(tmp_path):
     assert workdir.memory_choice("lm", here) == {"accumulation_steps": 2, "remat": "full"}
     assert workdir.memory_choice("autoencoder", here)["accumulation_steps"] == 3
     assert workdir.memory_choice("lm", elsewhere) is None
-    (tmp_path / "memory.json").write_text("{")
-    with pytest.raises(UserError, match=r"memory\.json cannot be read"):
-        workdir.memory_choice("lm", here)
+    for damaged in ("{", "[]", '{"lm": 3}', '{"lm": {"devices": {}}}'):
+        (tmp_path / "memory.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"memory\.json cannot be read"):
+            workdir.memory_choice("lm", here)

@@ -17,7 +17,7 @@ from calm_jax.errors import UserError
 from calm_jax.parallel.devices import accelerator
 from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.planning import planner, topology
-from calm_jax.planning.fitting import with_choice
+from calm_jax.planning.fitting import too_large, with_choice
 from calm_jax.planning.planner import Lowered
 from calm_jax.planning.result import Plan, Traffic, advice
 from configs import calm_m, calm_xl, quickstart
@@ -144,7 +144,7 @@ def test_a_step_takes_the_longer_of_computing_and_communication():
     ],
 )
 def test_needed_memory_is_read_from_the_compilers_error(message, found):
-    assert planner.too_large(message) == (found and pytest.approx(found))
+    assert too_large(message) == (found and pytest.approx(found))
 
 
 def given(config: Config) -> Config:
