@@ -24,7 +24,7 @@ from calm_jax.serve.request import Limits
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")
 _HOST = flags.DEFINE_string(
-    "host", "127.0.0.1", "address to listen on; other machines reach any but the default"
+    "host", "127.0.0.1", "address to listen on; by default this machine alone"
 )
 _PORT = flags.DEFINE_integer("port", 8000, "port to listen on; 0 for a free one, which is printed")
 _MODEL = flags.DEFINE_string("model", "", "name of the model; that of the folder if empty")
@@ -40,7 +40,7 @@ _LIMITS = (
     flags.DEFINE_integer("limit_body_bytes", 2**20, "bytes of a request"),
     flags.DEFINE_float("limit_seconds", 600, "seconds for an answer; after it status 504"),
 )
-_LOOPBACK = ("127.0.0.1", "localhost")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Connections beyond one for each text: those that ask for the page or /metrics, and those that are still sending.
 _MORE_CONNECTIONS = 256
 
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> None:
     if _BATCH_SIZE.value < 0:
         raise UserError(f"--batch_size={_BATCH_SIZE.value} must be at least 0")
     try:
-        from calm_jax.serve.app import make_app
+        from calm_jax.serve.app import LOOPBACK_NAMES, make_app
         from calm_jax.serve.listen import listen
     except ImportError as error:
         raise UserError(f"serving needs {error.name}: pip install 'calm_jax[serve]'") from error
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
         limits = _limits(generator)
         model = _MODEL.value or pathlib.Path(_WORKDIR.value).resolve().name
         num_places = _BATCH_SIZE.value or generator.options.batch_size
-        hosts = _LOOPBACK if _HOST.value in _LOOPBACK else ("*",)
+        hosts = LOOPBACK_NAMES if _HOST.value in _LOOPBACK else ("*",)
         app = make_app(generator, model, num_places, limits, hosts)
         host, port = listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host

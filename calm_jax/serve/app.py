@@ -49,7 +49,10 @@ _MORE_SECONDS = 10.0
 # The number is nginx's: the client closed the connection, so that nobody reads this answer.
 _CLIENT_CLOSED = 499
 _TIMEOUT = "timeout_error"
+_ENDED = "the model's thread has ended"
 _PAGE = pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+# This machine's names in the header Host. "[" is what Starlette before 1.0 takes for the name of [::1]:8000, and no other site's.
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]", "[")
 # The page loads nothing, and asks this server alone.
 _POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -125,7 +128,7 @@ class _Server:
     async def health(self, request: Request) -> Response:
         is_alive = self._engine.is_alive
         return JSONResponse(
-            {"status": "ok" if is_alive else "the model's thread has ended"},
+            {"status": "ok" if is_alive else _ENDED},
             200 if is_alive else 503,
         )
 
@@ -173,7 +176,8 @@ class _Server:
             close(status)
 
     async def _body(self, request: Request) -> bytes:
-        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
             # A page of another site can send any other type without asking this server.
             raise RequestError(415, "the Content-Type must be application/json")
         most = self._limits.body_bytes
@@ -214,6 +218,8 @@ class _Server:
                 kind="rate_limit_error",
                 headers={"Retry-After": "1"},
             )
+        if not self._engine.is_alive:
+            raise RequestError(503, _ENDED, kind="server_error")
         job = Job(rows, asked.stream)
         self._engine.submit(job)
         return job

@@ -168,7 +168,8 @@ def _load(body: bytes) -> dict[str, Any]:
             if value is not None and value not in _NEUTRAL[name]:
                 raise RequestError(400, f"{name} is not supported: leave it out", name)
         elif name not in _FIELDS:
-            raise RequestError(400, f"unknown field {name!r}: {nearest(name, list(_FIELDS))}", name)
+            # The name may be long, and no valid Unicode: it is quoted in the message alone, which is cut.
+            raise RequestError(400, f"unknown field {name!r}: {nearest(name, list(_FIELDS))}")
     return fields
 
 

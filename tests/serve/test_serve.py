@@ -42,7 +42,7 @@ WAIT_SECONDS = 60
 @contextlib.contextmanager
 def serving(generator: Generator, limits: Limits = LIMITS, num_places: int = 4) -> Iterator[int]:
     """The port of a server in a thread of this process; it ends as it does after SIGTERM."""
-    served = app.make_app(generator, "tiny", num_places, limits, ("127.0.0.1",))
+    served = app.make_app(generator, "tiny", num_places, limits, app.LOOPBACK_NAMES)
     listener = socket.create_server(("127.0.0.1", 0))
     # Of the connections, too: little fits into the buffers of a client that does not read.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -307,6 +307,8 @@ DEEP = b'{"prompt": ' + 4000 * b"[" + 4000 * b"]" + b"}"
         ({"prompt": "a", "echo": True}, "echo is not supported"),
         ({"prompt": "a", "best_of": 3}, "best_of is not supported"),
         ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias is not supported"),
+        (b'{"prompt": "a", "\\ud800": 3}', "unknown field '\\ud800'"),
+        ({"prompt": "a", "x" * 9000: 3}, "unknown field 'xxx"),
         ({"prompt": "a", "max_token": 3}, "unknown field 'max_token': did you mean 'max_tokens'?"),
     ],
 )
@@ -320,7 +322,8 @@ def test_bad_requests_are_refused_with_status_400_and_a_reason(port, body, messa
     assert answer["error"]["type"] == "invalid_request_error"
     assert "Traceback" not in answer["error"]["message"]
     name = message.partition("=")[0].partition(" ")[0]
-    assert answer["error"]["param"] in (None, "n", "prompt", name, "max_token")
+    assert answer["error"]["param"] in (None, "n", "prompt", name)
+    assert len(json.dumps(answer)) < 1000
 
 
 @pytest.mark.parametrize(
@@ -343,6 +346,13 @@ def test_a_name_that_is_not_this_machines_is_not_answered(port):
     """As a page of another site would send it whose name was given this machine's address."""
     for path, method in (("/v1/completions", "POST"), ("/", "GET")):
         assert send(port, {"prompt": "a"}, path, method, Host="other.example")[0] == 400
+    for name in ("127.0.0.1:8000", "localhost", "[::1]:8000"):
+        assert send(port, b"", "/health", "GET", Host=name)[0] == 200
+
+
+def test_a_content_type_is_read_as_http_writes_it(port):
+    kind = {"Content-Type": "Application/JSON ; charset=utf-8"}
+    assert send(port, {}, **kind)[0] == 400
 
 
 def test_openais_client_raises_its_own_exceptions(port):
@@ -516,6 +526,14 @@ def test_a_model_that_fails_is_reported_and_the_next_request_is_answered(stream)
         assert answer["error"]["type"] == "server_error"
         generator.fails = False
         assert send(port, {"prompt": "a", "seed": 0} | FAST)[0] == 200
+
+
+def test_after_the_models_thread_has_ended_requests_are_refused(monkeypatch):
+    monkeypatch.setattr(app.Engine, "_run", lambda self: None)
+    with serving(tiny().generator()) as port:
+        status, _, answer = send(port, {"prompt": "a"})
+        assert (status, answer["error"]["type"]) == (503, "server_error")
+        assert send(port, b"", "/health", "GET")[0] == 503
 
 
 # --- The command
