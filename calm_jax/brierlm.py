@@ -10,7 +10,8 @@ The score of samples that some system drew there, and of a model that this comma
     python -m calm_jax.brierlm --references=references.jsonl --model=hf:gpt2 --model=runs/quickstart \\
         --config=configs/workdir.py:runs/quickstart
 
-With --config the floor is scored, too, and texts are tokenised by that run's tokenizer. `calm_jax.evaluation.samples`
+With --config the floor is scored, too; texts are then tokenised by that run's tokenizer, of which all references must be.
+Where one system gives texts, such as hf:gpt2, those that --model samples give texts, too. `calm_jax.evaluation.samples`
 describes the lines of both files; docs/evaluation.md the score.
 """
 
@@ -32,6 +33,7 @@ from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, write_atomically
 from calm_jax.cli.flags import parse_recipe_flags
+from calm_jax.cli.output import new_file
 from calm_jax.config import Config, resolve
 from calm_jax.data.tokenizers import Tokenizer, open_tokenizer
 from calm_jax.errors import UserError
@@ -47,8 +49,8 @@ from calm_jax.parallel.compilation_cache import keep_compiled_programs
 from calm_jax.parallel.host_memory import keep_freed_memory
 from calm_jax.run.dataset import Dataset, read_corpus
 from calm_jax.run.generator import Generator
+from calm_jax.run.references import have_tokens_of, samples_of
 from calm_jax.run.references import references as references_of
-from calm_jax.run.references import samples_of
 from calm_jax.run.report import brier_columns
 from calm_jax.run.workdir import Workdir
 
@@ -73,6 +75,9 @@ _NUM_SAMPLES = flags.DEFINE_integer(
 )
 _SEED = flags.DEFINE_integer("seed", 0, "seed of --model's samples", lower_bound=0)
 _OUTPUT = flags.DEFINE_string("output", "", "write the samples of one --model to this file")
+_OVERWRITE = flags.DEFINE_bool(
+    "overwrite", False, "replace the file of --output or --write_references if it exists"
+)
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", "", "tokenizer of texts: a workdir, a tokenizer's file, or bytes"
 )
@@ -99,15 +104,38 @@ def _write(config: Config, tokenizer: Tokenizer, path: pathlib.Path) -> None:
 
 
 def _tokenizer() -> Tokenizer | None:
+    """The tokenizer that --tokenizer names, if it is given."""
     name = _TOKENIZER.value
     if name and os.path.isdir(name):
         return Workdir(pathlib.Path(name)).tokenizer
-    if name:
-        return open_tokenizer(name)[0]
-    return Workdir(_folder()).tokenizer if _CONFIG.value is not None else None
+    return open_tokenizer(name)[0] if name else None
 
 
-def _draw(name: str, references: Sequence[Reference]) -> dict[str, list[Sample]]:
+def _check_one_tokenizer(
+    ours: Tokenizer, given: Tokenizer | None, references: Sequence[Reference]
+) -> None:
+    """Raises `UserError` for another tokenizer than that of the run, whose n-grams are the floor."""
+    way_out = "leave --config out, and with it the floor"
+    if given is not None and given.fingerprint != ours.fingerprint:
+        raise UserError(
+            f"--tokenizer={_TOKENIZER.value} is not the tokenizer of --config's run: leave it out, or {way_out}"
+        )
+    for one in references:
+        if one.tokenizer not in ("", ours.fingerprint):
+            raise UserError(
+                f"the reference {one.id!r} is of the tokenizer {one.tokenizer}, and --config's run has "
+                f"{ours.fingerprint}: {way_out}"
+            )
+
+
+def _gives_text(name: str, references: Sequence[Reference]) -> bool:
+    """Whether a --model can give texts alone."""
+    if name.startswith("hf:"):
+        return True
+    return not have_tokens_of(Workdir(pathlib.Path(name)).tokenizer, references)
+
+
+def _draw(name: str, references: Sequence[Reference], as_text: bool) -> dict[str, list[Sample]]:
     """Samples of a model at every reference."""
     with progress.Countdown(f"{name}: sampling", len(references), "places") as countdown:
         if name.startswith("hf:"):
@@ -117,7 +145,12 @@ def _draw(name: str, references: Sequence[Reference]) -> dict[str, list[Sample]]
             drawn: list[list[Sample]] = [list(several) for several in texts]
         else:
             drawn = samples_of(
-                Generator.load(name), references, _NUM_SAMPLES.value, _SEED.value, countdown.done
+                Generator.load(name),
+                references,
+                as_text,
+                _NUM_SAMPLES.value,
+                _SEED.value,
+                countdown.done,
             )
     return {one.id: several for one, several in zip(references, drawn, strict=True)}
 
@@ -137,6 +170,10 @@ def main(argv: list[str]) -> None:
         raise UserError(f"unexpected argument {argv[1]!r}")
     written = local_path(_WRITE.value, "--write_references")
     output = local_path(_OUTPUT.value, "--output")
+    if _WRITE.value:
+        written = new_file(written, "--write_references", _OVERWRITE.value)
+    if _OUTPUT.value:
+        output = new_file(output, "--output", _OVERWRITE.value)
     config = None if _CONFIG.value is None else resolve(_CONFIG.value)
     keep_compiled_programs()
     if _WRITE.value:
@@ -149,16 +186,37 @@ def main(argv: list[str]) -> None:
                 )
         _write(config, Workdir(_folder()).tokenizer, written)
         return
-    systems = [*_SAMPLES.value, *_MODEL.value]
-    if not _REFERENCES.value or not systems:
+    if not _REFERENCES.value or not (_SAMPLES.value or _MODEL.value):
         raise UserError("give --references=FILE, and --samples=FILE or --model=NAME")
     if _OUTPUT.value and len(_MODEL.value) != 1:
         raise UserError(f"--output={_OUTPUT.value} is for the samples of one --model")
     references = read_references(_REFERENCES.value)
-    scorer = Scorer(references, _tokenizer())
+    places = list(references.values())
     drawn = {path: read_samples(path, references) for path in _SAMPLES.value}
+    tokenizer = _tokenizer()
+    if config is not None:
+        ours = Workdir(_folder()).tokenizer
+        _check_one_tokenizer(ours, tokenizer, places)
+        tokenizer = ours
+    are_texts = {path: isinstance(samples[places[0].id][0], str) for path, samples in drawn.items()}
+    texts = [name for name, is_text in are_texts.items() if is_text]
+    texts += [name for name in _MODEL.value if _gives_text(name, places)]
+    for path, is_text in are_texts.items():
+        if texts and not is_text:
+            raise UserError(
+                f"--samples={path} holds tokens, and {texts[0]} gives texts, which are scored in another way: score them "
+                "one after the other"
+            )
+    scorer = Scorer(references, tokenizer)
+    # Whatever the references lack is found here, before anything is sampled.
+    scorer.targets(bool(texts))
+    floor = {}
+    if config is not None:
+        text = Dataset(config, read_corpus(config), ours)
+        if text.has_train:
+            floor["frequencies (the floor)"] = scorer.floor(text.training_ngrams(), bool(texts))
     for name in _MODEL.value:
-        drawn[name] = _draw(name, list(references.values()))
+        drawn[name] = _draw(name, places, bool(texts))
         if _OUTPUT.value:
             lines = [
                 json.dumps({"id": id, "samples": several}) + "\n"
@@ -166,12 +224,7 @@ def main(argv: list[str]) -> None:
             ]
             write_atomically(output, "".join(lines))
     scores = {name: scorer.score(samples) for name, samples in drawn.items()}
-    if config is not None:
-        text = Dataset(config, read_corpus(config), Workdir(_folder()).tokenizer)
-        if text.has_train:
-            are_texts = isinstance(next(iter(drawn[systems[0]].values()))[0], str)
-            scores["frequencies (the floor)"] = scorer.floor(text.training_ngrams(), are_texts)
-    _print(scores, len(references))
+    _print(scores | floor, len(references))
 
 
 if __name__ == "__main__":

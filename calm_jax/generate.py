@@ -11,7 +11,6 @@ Options without a default are taken from the model's config, section `sample`; c
 
 import dataclasses
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from absl import app, flags
 from calm_jax.cli import progress
 from calm_jax.cli.files import local_path, write_atomically
 from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.output import new_file
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost, startup
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
@@ -187,17 +187,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--seed={_SEED.value} must be in [0, 2**32)")
     workdir, output = local_path(_WORKDIR.value, "--workdir"), local_path(_OUTPUT.value, "--output")
     if _OUTPUT.value:
-        if output.exists() and not output.is_file():
-            raise UserError(f"--output={output} is not a file")
-        if output.exists() and not _OVERWRITE.value:
-            raise UserError(
-                f"--output={output} is there already: give another name, or --overwrite"
-            )
-        output = output.resolve()
-        if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
-            raise UserError(
-                f"--output={output} cannot be written: there is no such folder, or it is not writable"
-            )
+        output = new_file(output, "--output", _OVERWRITE.value)
     prompts = _prompts()
     _start_processes()
     keep_compiled_programs()

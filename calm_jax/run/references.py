@@ -57,32 +57,39 @@ def references(
     return given, len(places)
 
 
+def have_tokens_of(tokenizer: Tokenizer, references: Sequence[Reference]) -> bool:
+    """Whether the tokens of all references are those of a tokenizer."""
+    return all(one.tokenizer == tokenizer.fingerprint for one in references)
+
+
 def samples_of(
     generator: Generator,
     references: Sequence[Reference],
+    as_text: bool,
     num_samples: int,
     seed: int,
     done: Callable[[int], None],
 ) -> list[list[Sample]]:
-    """Samples of a workdir's model: tokens after tokens where the references have its tokenizer's, else text after text.
+    """Samples of a workdir's model, after the references' context tokens where those are of its tokenizer, else after their text.
 
+    as_text: whether the samples are texts; else tokens of the model's tokenizer.
     done: called with the number of references that are done.
     """
     tokenizer = generator.tokenizer
-    are_tokens = all(one.tokenizer == tokenizer.fingerprint for one in references)
     options = dataclasses.replace(
         generator.options,
         temperature=1.0,
         top_p=1.0,
         stop=(),
         long_context="slide",
-        max_tokens=ORDERS if are_tokens else _TEXT_TOKENS,
+        max_tokens=_TEXT_TOKENS if as_text else ORDERS,
     )
-    contexts = [one.context_tokens if are_tokens else one.context for one in references]
+    reads_tokens = have_tokens_of(tokenizer, references)
+    contexts = [one.context_tokens if reads_tokens else one.context for one in references]
     prompts = [context for context in contexts for _ in range(num_samples)]
     drawn: list[list[Sample]] = [[] for _ in references]
     for finished, one in enumerate(generator.finish_each(prompts, options, seed), 1):
         end = [tokenizer.eos_id] if one.finish == "eos" else []
-        drawn[one.index // num_samples].append([*one.tokens, *end] if are_tokens else one.text)
+        drawn[one.index // num_samples].append(one.text if as_text else [*one.tokens, *end])
         done(finished // num_samples)
     return drawn

@@ -22,7 +22,8 @@ from calm_jax.run.dataset import Dataset, read_corpus
 from calm_jax.run.generator import Generator
 from calm_jax.run.references import references, samples_of
 from calm_jax.tasks.language_model import predicted_keys
-from tests import tiny_recipe
+from tests import tiny_model, tiny_recipe
+from tests.workdirs import run
 
 BYTES = ByteTokenizer(b"")
 
@@ -140,7 +141,7 @@ def test_the_generators_samples_get_the_evaluations_score(model):
     config, dataset, generator, mesh = model
     given, _ = references(config, dataset, BYTES, most=0)
     with jax.set_mesh(mesh):
-        drawn = samples_of(generator, given, 8, seed=3, done=lambda number: None)
+        drawn = samples_of(generator, given, False, 8, seed=3, done=lambda number: None)
     samples = dict(zip((one.id for one in given), drawn, strict=True))
     ours = brier.as_values(Scorer({r.id: r for r in given}, None).score(samples))
     theirs = own_score(model)
@@ -175,6 +176,52 @@ def test_written_references_are_read_as_they_were(model, tmp_path):
     given, _ = references(config, dataset, BYTES, most=5)
     path = write(tmp_path / "r.jsonl", *map(dataclasses.asdict, given))
     assert list(read_references(path).values()) == given
+
+
+@pytest.mark.slow
+def test_the_command_refuses_before_it_samples_and_scores_texts_beside_texts(tmp_path):
+    workdir, other = tmp_path / "tiny", tmp_path / "other"
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_text(f"some text, number {number}. " * 30)
+    tiny = tiny_model.tiny()
+    config = resolve(tiny_recipe.get_config(f"{tmp_path}/*.txt"))
+    dataclasses.replace(tiny, config=config).save(workdir)
+    dataclasses.replace(tiny, config=config, tokenizer=ByteTokenizer(b"x")).save(other)
+    given, score = tmp_path / "r.jsonl", "calm_jax.brierlm"
+    floor = f"--config=configs/workdir.py:{workdir}"
+    run(score, floor, f"--write_references={given}", "--positions=3")
+    line = run(score, floor, f"--write_references={given}", status=2)
+    assert "is there already: give another name, or --overwrite" in line
+    run(score, floor, f"--write_references={given}", "--positions=3", "--overwrite")
+
+    model = (score, f"--references={given}", f"--model={workdir}")
+    output = tmp_path / "s.jsonl"
+    assert "frequencies" in run(*model, floor, f"--output={output}")
+    samples = [json.loads(line)["samples"] for line in output.read_text().splitlines()]
+    assert all(isinstance(one, list) for several in samples for one in several)
+    for flags, message in {
+        (f"--output={output}",): "is there already",
+        (f"--output={tmp_path}/none/s.jsonl", "--overwrite"): "there is no such folder",
+        (floor, f"--tokenizer={other}"): "is not the tokenizer of --config's run",
+        (f"--model={other}",): "give --tokenizer",
+        (f"--model={other}", f"--samples={output}"): "holds tokens",
+    }.items():
+        assert message in run(*model, *flags, status=2)
+    line = run(
+        score,
+        f"--references={given}",
+        f"--samples={output}",
+        f"--config=configs/workdir.py:{other}",
+        status=2,
+    )
+    assert "is of the tokenizer" in line
+    # The model of another tokenizer gives texts, and so does the one that could give tokens.
+    out = run(*model, f"--model={other}", floor, f"--output={output}", "--overwrite", status=2)
+    assert "is for the samples of one --model" in out
+    assert run(*model, f"--model={other}", floor).count("│") > 8 * 2
+    places = list(read_references(str(given)).values())
+    drawn = samples_of(tiny.generator(), places, True, 2, seed=0, done=lambda number: None)
+    assert all(isinstance(one, str) for several in drawn for one in several)
 
 
 GOOD = {"id": 1, "tokens": [1, 2, 3, 4]}

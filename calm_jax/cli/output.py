@@ -1,0 +1,23 @@
+"""The file that a command is asked to write: refused before long work where it cannot be, or must not be, written."""
+
+import os
+import pathlib
+
+from calm_jax.errors import UserError
+
+
+def new_file(path: pathlib.Path, flag: str, overwrite: bool) -> pathlib.Path:
+    """The resolved path of a file to write.
+
+    Raises `UserError` if there is a file and not `overwrite`, if `path` is no file, or if its folder cannot be written to.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{flag}={path} is not a file")
+    if path.exists() and not overwrite:
+        raise UserError(f"{flag}={path} is there already: give another name, or --overwrite")
+    path = path.resolve()
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(
+            f"{flag}={path} cannot be written: there is no such folder, or it is not writable"
+        )
+    return path
