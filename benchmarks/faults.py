@@ -299,9 +299,14 @@ def _trial(
     output = folder / name
     if job.source:
         shutil.copytree(root / "reference" / job.source, output)
-    wrong = _disturb(fault, job, output, moment, chance)
-    calls, more = _recover(job, output)
-    wrong += more
+    calls = 0
+    try:
+        wrong = _disturb(fault, job, output, moment, chance)
+        calls, more = _recover(job, output)
+        wrong += more
+    except subprocess.TimeoutExpired:
+        # `_end` has killed it.
+        wrong = ["it hangs"]
     if not wrong:
         try:
             found = json.loads(json.dumps(job.outcome(output)))

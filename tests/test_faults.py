@@ -2,7 +2,9 @@
 
 import json
 import os
+import pathlib
 import random
+import types
 
 import pytest
 
@@ -31,6 +33,26 @@ def test_an_output_that_differs_is_lost():
     assert faults._differing({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == ["b", "c"]
     assert faults._differing([1], [2]) == ["the output"]
     assert faults._differing({"a": [1]}, {"a": [1]}) == []
+
+
+def test_a_command_that_hangs_is_killed_and_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(faults, "_MOST_SECONDS", 0.3)
+    monkeypatch.setattr(faults, "_SEED", types.SimpleNamespace(value=0))
+    sleep = ["timeit", "-n1", f"__import__('time').sleep(600)  # {tmp_path}"]
+    job = faults.Job(lambda output: sleep, lambda output: {})
+    for fault in ("kill", "two"):
+        record = faults._trial("hung", fault, 0, job, {"seconds": 0.1, "outcome": {}}, tmp_path)
+        assert record["wrong"] == ["it hangs"]
+    commands = pathlib.Path("/proc").glob("[0-9]*/cmdline")
+    assert not any(sleep[-1].encode() in _read(command) for command in commands)
+
+
+def _read(command: pathlib.Path) -> bytes:
+    """The command of a process; of one that has ended, nothing."""
+    try:
+        return command.read_bytes()
+    except OSError:
+        return b""
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from calm_jax.cli import progress
 from calm_jax.cli.files import write_atomically
 from calm_jax.config import as_dict
@@ -44,6 +46,28 @@ _CHARTS = {
         ("Brier 1 to 4", "validation", ("brier_1", "brier_2", "brier_3", "brier_4")),
         ("tokens a second", "train", ("tokens_per_second",)),
     ),
+}
+_BRIER = {
+    f"brier{name}{error}" for name in ("lm", "_1", "_2", "_3", "_4") for error in ("", "_error")
+}
+# What each of a run's results must have to be shown, and each sample and point of a plane.
+_NEEDED = {
+    "autoencoder": {
+        f"{kind}_accuracy_from_{what}" for kind in ("token", "chunk") for what in ("sample", "mean")
+    },
+    "lm": {"loss", *_BRIER},
+    "floor": _BRIER,
+    "equal_context": {"ngrams", *_BRIER},
+    "equal_context_floor": _BRIER,
+}
+_OF_A_SAMPLE = {"prompt", "tokens", "chunk_ends"}
+_OF_A_POINT = {
+    "sampler",
+    "temperature",
+    "candidates",
+    "collision",
+    "accuracy",
+    "accuracy_error",
 }
 # Characters of all samples, and of the config and other texts, that a page shows at most.
 _MOST_CHARACTERS = 60_000
@@ -139,8 +163,13 @@ class _Run:
     def __init__(self, workdir: Workdir):
         self.workdir, self.config = workdir, workdir.config
         self.records = read_records(workdir.metrics_path)
-        self.results = _json(workdir.results_path)
-        self.evaluations = _json_lines(workdir.evaluations_path)
+        self.results = _results(_json(workdir.results_path))
+        # Each with its results, and with what it says about how they were computed.
+        self.evaluations = [
+            (found, record)
+            for record in _json_lines(workdir.evaluations_path)
+            if (found := _results(record)) or "plane" in record
+        ]
 
     @property
     def name(self) -> str:
@@ -179,13 +208,35 @@ class _Run:
 
     def latest(self) -> dict[str, Any]:
         """The results of training, with those of the latest evaluation over them."""
-        scored = self.evaluations[-1] if self.evaluations else {}
-        names = ("autoencoder", "lm", "floor", "equal_context", "equal_context_floor")
-        found = dict(self.results)
-        for name in names:
-            if name in scored:
-                found[name] = self.results.get(name, {}) | scored[name]
-        return found
+        scored, _ = self.evaluations[-1] if self.evaluations else ({}, {})
+        found = self.results | {
+            name: self.results.get(name, {}) | values for name, values in scored.items()
+        }
+        # Only those of training have the step.
+        return {
+            name: values
+            for name, values in found.items()
+            if name not in _STAGES or "step" in values or self.workdir.is_converted
+        }
+
+    @functools.cached_property
+    def clocks(self) -> dict[str, tuple[list[int], list[float]]]:
+        """Of each stage, steps in order, and the seconds of training up to each."""
+        clocks = {}
+        for stage in _STAGES:
+            seconds = {r["step"]: r["seconds"] for r in self.of(stage, "train") if "seconds" in r}
+            steps = sorted({0} | set(seconds))
+            clocks[stage] = steps, [seconds.get(step, 0.0) for step in steps]
+        return clocks
+
+
+def _has(values: Any, needed: set[str]) -> bool:
+    return isinstance(values, dict) and needed <= values.keys()
+
+
+def _results(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The complete ones of the results in a record, by name."""
+    return {name: record[name] for name, keys in _NEEDED.items() if _has(record.get(name), keys)}
 
 
 def _number(value: float | None) -> float:
@@ -246,7 +297,7 @@ def _stage_section(run: _Run, stage: str) -> str:
 
 def _samples(run: _Run) -> str:
     """The samples with the boundaries of their chunks; older workdirs have their text alone."""
-    drawn = _json_lines(run.workdir.samples_jsonl_path)
+    drawn = [one for one in _json_lines(run.workdir.samples_jsonl_path) if _has(one, _OF_A_SAMPLE)]
     if not drawn:
         text = _text_of(run.workdir.samples_path)
         return f"<pre>{html.escape(text[:_MOST_CHARACTERS])}</pre>" if text else ""
@@ -282,7 +333,12 @@ def _text_of(path: pathlib.Path) -> str:
 
 
 def _plane(run: _Run) -> str:
-    planes = [record["plane"] for record in run.evaluations if "plane" in record]
+    planes = [
+        record["plane"]
+        for _, record in run.evaluations
+        if _has(record.get("plane"), {"points"})
+        and all(_has(point, _OF_A_POINT) for point in record["plane"]["points"])
+    ]
     # Without a context to score, the points have no numbers.
     if not planes or any(point["collision"] is None for point in planes[-1]["points"]):
         return ""
@@ -306,12 +362,12 @@ def _evaluations(run: _Run) -> str:
         (
             str(number),
             *(
-                report.brier_columns(record[name])[0] if name in record else ""
+                report.brier_columns(found[name])[0] if name in found else ""
                 for name in ("lm", "floor", "equal_context", "equal_context_floor")
             ),
             str(record.get("eval", {}).get("num_samples", "")),
         )
-        for number, record in enumerate(run.evaluations, 1)
+        for number, (found, record) in enumerate(run.evaluations, 1)
     ]
     head = ("", "BrierLM", "floor", "at equal context", "its floor", "samples a place")
     return _table(rows, head) if rows else ""
@@ -385,12 +441,7 @@ def _flops(run: _Run, stage: str, step: int) -> float:
 
 def _seconds(run: _Run, stage: str, step: int) -> float:
     """Seconds of training up to a step: those of the last record before it, and of a part of the next."""
-    known = [(0, 0.0)] + [(r["step"], r["seconds"]) for r in run.of(stage, "train")]
-    before = max((one for one in known if one[0] <= step), key=lambda one: one[0])
-    after = min((one for one in known if one[0] > step), default=before, key=lambda one: one[0])
-    if after == before:
-        return before[1]
-    return before[1] + (step - before[0]) / (after[0] - before[0]) * (after[1] - before[1])
+    return float(np.interp(step, *run.clocks[stage]))
 
 
 _AXES = (

@@ -161,13 +161,25 @@ def test_a_long_run_has_a_small_page(workdir):
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "results.json", "samples.jsonl", "evaluations.jsonl"]
 )
-@pytest.mark.parametrize("content", [None, b"\xff{", b"[1]\n"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"\xff{",
+        b"[1]\n",
+        b"{}\n",
+        b'{"lm": {}, "autoencoder": {}, "floor": {}, "plane": {}}\n',
+        b'{"lm": 1, "floor": [], "plane": {"points": [{}]}}\n',
+        b'{"stage": "lm", "split": "train", "step": 3}\n',
+    ],
+)
 def test_a_missing_or_damaged_file_leaves_its_part_out(workdir, name, content):
     path = workdir.path / name
     path.unlink()
     if content is not None:
         path.write_bytes(content)
     assert "Config and text" in Reader(web_report.page(workdir)).texts("h2")
+    assert "Runs compared" in web_report.comparison([workdir])
 
 
 def test_a_report_that_fails_is_a_line_and_keeps_the_old_one(workdir, monkeypatch, capsys):
