@@ -20,7 +20,8 @@
 #   --launcher='sbatch --wait --nodes=4 launch/slurm_gpu.sh'   # returns at a requeue: repeat the command once the job has ended
 # Text and workdir must then be on a shared file system that has the same path on this host and there (--prepared=/mnt/calm/prepared
 # --workdir=/mnt/calm/runs/calm_m). samples always runs on this host.
-# On any devices the batch of 2M tokens is split into as many microbatches as it takes to fit (training.accumulation_steps=0).
+# On any devices the batch of 2M tokens is split into as many microbatches as it takes to fit (training.accumulation_steps=0); where one row a
+# device does not fit, it ends with an error.
 #
 # Needs: calm_jax with the extras data and cuda or tpu; 350 GB of the Pile, 1.2 TB for its tokens, 15 GB for checkpoints.
 # Costs: device hours x your price, and 60 core hours for preparing. Training takes 3.47e20 FLOPs (calm_jax/cost/flops.py): 6.72e18

@@ -25,8 +25,12 @@ class CausalLM:
             ) from error
         transformers.utils.logging.disable_progress_bar()
         try:
-            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(name)
-            self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(name)
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+                name, trust_remote_code=False
+            )
+            self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                name, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"--model=hf:{name} cannot be loaded ({reason})") from error
