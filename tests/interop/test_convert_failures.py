@@ -57,7 +57,7 @@ def test_a_full_disk_leaves_nothing(golden, plan_of, monkeypatch, tmp_path):
         ("calm_jax.training.checkpoint.ocp.CheckpointManager", "save"),
         ("calm_jax.training.checkpoint.ocp.CheckpointManager", "wait_until_finished"),
         ("calm_jax.data.tokenizers.Tokenizer", "save"),
-        ("pathlib.Path", "write_text"),
+        ("os", "fsync"),
         ("pathlib.Path", "rename"),
     ):
         with monkeypatch.context() as patched:
