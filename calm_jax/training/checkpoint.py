@@ -215,7 +215,8 @@ def _check(
     if _CHECKSUMS not in about:
         return
     stored = about[_CHECKSUMS]
-    for item in stored.keys() & restored.keys():
+    # In the same order on all processes, which compute each checksum together; that of a set differs between them.
+    for item in sorted(stored.keys() & restored.keys()):
         for name, value in checksums(restored[item]).items():
             if stored[item].get(name) != value:
                 reason = f"{item}/{name} has another checksum than when it was saved"
