@@ -1,14 +1,12 @@
 """A compiled training step on eight devices gathers parameters, never activations, and never holds logits."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from calm_jax.planning.hlo import Program
+from tests.simulated_devices import run_program
 
 # Sizes that no other axis of the program has.
 VOCABULARY, WIDTH = 1031, 32
@@ -58,18 +56,9 @@ print(json.dumps({{"text": compiled.as_text(), "sizes": sizes}}))
 
 def compiled_step(arguments: str, sizes: tuple[int, int, int]) -> tuple[str, list[int], str]:
     """A step's HLO text, the numbers of trained and of frozen parameters, and the compiler's messages."""
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     # Without the cache, because loading a cached program gives no messages.
-    env = {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false", "TF_CPP_MIN_LOG_LEVEL": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", STEP, arguments, json.dumps(sizes)],
-        capture_output=True,
-        text=True,
-        env=os.environ | env,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    env = {"JAX_ENABLE_COMPILATION_CACHE": "false", "TF_CPP_MIN_LOG_LEVEL": "0"}
+    done = run_program(8, STEP, arguments, json.dumps(sizes), **env)
     record = json.loads(done.stdout)
     return record["text"], record["sizes"], done.stderr
 
@@ -153,13 +142,4 @@ for sizes in ((8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4)):
 @pytest.mark.slow
 def test_the_loss_in_blocks_of_the_vocabulary_is_the_same_on_every_mesh():
     """Loss and gradients on eight devices equal those on one, with any axes."""
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKS],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"XLA_FLAGS": flags},
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_program(8, BLOCKS)

@@ -1,21 +1,15 @@
 """The same run on other numbers of devices: trained, continued, scored, sampled and exported; one result."""
 
 import json
-import os
 import pathlib
 
 import pytest
 
 from calm_jax.parallel.mesh import MeshConfig, adapted
+from tests.simulated_devices import on
 from tests.workdirs import metrics, run
 
 PROMPT = "def value("
-
-
-def on(number: int) -> dict[str, str]:
-    """The environment of a command that sees so many devices."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    return os.environ | {"XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={number}"}
 
 
 def train(number: int, text_glob: str, workdir: pathlib.Path, *options: str) -> str:

@@ -3,11 +3,8 @@
 import dataclasses
 import functools
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +17,7 @@ from calm_jax.run.continuation import Row
 from calm_jax.run.generator import Generator
 from calm_jax.sampling import decode
 from tests import tiny_recipe
+from tests.simulated_devices import run_program
 from tests.tiny_model import tiny
 
 SEED = 3
@@ -227,16 +225,7 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_rows_are_split_over_the_devices_of_a_mesh_and_texts_are_the_same():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    done = subprocess.run(
-        [sys.executable, "-c", MESHES],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"XLA_FLAGS": flags},
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_program(4, MESHES)
     (expected, _), (rows, of_rows), (both, of_both) = json.loads(done.stdout)
     assert len({tuple(one) for one in expected}) == 6
     assert rows == both == expected

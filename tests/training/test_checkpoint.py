@@ -1,11 +1,8 @@
 """Checksums of checkpoints: their definition, on any mesh, and damaged bits of a stored checkpoint."""
 
 import json
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +13,7 @@ from calm_jax.errors import UserError
 from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.training.checkpoint import Checkpointer, load_params
 from calm_jax.training.checksums import checksums
-from tests.workdirs import ROOT
+from tests.simulated_devices import run_program
 
 # Of more than one block, of parts of a block, and with as few axes and elements as there can be.
 SHAPES = [(), (1,), (7,), (70000,), (0, 3), (3, 5), (300, 257), (2, 130, 300), (1, 2, 3, 4)]
@@ -98,17 +95,7 @@ def on_meshes() -> dict:
 
 @pytest.mark.slow
 def test_checksums_are_the_same_on_every_mesh():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    out = subprocess.run(
-        [sys.executable, "-c", ON_MESHES],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"XLA_FLAGS": flags},
-        timeout=500,
-        check=False,
-    )
-    assert out.returncode == 0, out.stderr
+    out = run_program(8, ON_MESHES)
     (_, single), *others = json.loads(out.stdout)
     assert all(found == single for _, found in others)
     # With data parallelism alone nothing is split.

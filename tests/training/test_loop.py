@@ -5,8 +5,6 @@ import gc
 import json
 import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +27,7 @@ from calm_jax.training.log import MetricsLog
 from calm_jax.training.loop import Profile, Stage, Trainer
 from calm_jax.training.optimizer import make_optimizer
 from calm_jax.training.step import init_state, make_step
+from tests.simulated_devices import run_program
 from tests.tiny_recipe import get_config
 from tests.workdirs import params
 
@@ -135,16 +134,7 @@ def first_moments(state) -> dict[str, np.ndarray]:
 )
 def test_training_on_eight_devices_equals_one(name, tmp_path):
     """Loss and gradient of step 1 to a relative 1e-5, the losses of 20 steps to 1e-3."""
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    out = subprocess.run(
-        [sys.executable, "-c", EIGHT_DEVICES, name, json.dumps(MESHES), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"XLA_FLAGS": flags},
-        timeout=500,
-        check=False,
-    )
-    assert out.returncode == 0, out.stderr
+    out = run_program(8, EIGHT_DEVICES, name, json.dumps(MESHES), str(tmp_path))
     single, *others = json.loads(out.stdout)
     gradients = [np.load(tmp_path / f"{number}.npz") for number in range(len(MESHES))]
     whole = np.sqrt(sum((gradients[0][path] ** 2).sum() for path in gradients[0]))
