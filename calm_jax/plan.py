@@ -3,7 +3,7 @@
 python -m calm_jax.plan --config=configs/calm_xl.py --topology=v5e:16x16 --config.mesh.data=16 --config.mesh.fsdp=16
 python -m calm_jax.plan --config=configs/calm_m.py --fit=v5e --price_per_hour=1.2
 
-Needs pip install -e '.[plan]' for TPUs (v4, v5e, v5p, v6e) and '.[plan_cuda]' for NVIDIA (h100). No accelerator is used.
+Needs pip install -e '.[plan]' for TPUs (v4, v5e, v5p, v6e) and '.[plan-cuda]' for NVIDIA (h100). No accelerator is used.
 The exit status is 1 if training does not fit.
 """
 

@@ -107,7 +107,7 @@ class Topology:
         else:
             _need(
                 "jax_plugins.xla_cuda13",
-                f"{self}: compiling for NVIDIA needs pip install -e '.[plan_cuda]'",
+                f"{self}: compiling for NVIDIA needs pip install -e '.[plan-cuda]'",
             )
 
     def devices(self) -> list[jax.Device]:
