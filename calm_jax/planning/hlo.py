@@ -54,7 +54,7 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Instruction:
+class Instruction:
     """A line of HLO: `name = shape opcode(rest`."""
 
     name: str
@@ -62,6 +62,14 @@ class _Instruction:
     opcode: str
     rest: str
     is_root: bool
+
+    @property
+    def called(self) -> list[str]:
+        """The names of the computations that it runs."""
+        called = _CALLED.findall(self.rest)
+        for branches in _BRANCHES.findall(self.rest):
+            called += [branch.strip().lstrip("%") for branch in branches.split(",")]
+        return called
 
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
@@ -85,18 +93,14 @@ def _size(kind: str, dims: str) -> float:
     return bits / 8 * math.prod(int(size) for size in dims.split(",") if size)
 
 
-def _without_layouts(shape: str) -> str:
-    return re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", shape)
-
-
-def _parts(shape: str) -> list[str]:
-    """The shapes in the outermost tuple of a shape; for an array's shape, that one."""
-    shape = _without_layouts(shape).strip()
+def tuple_parts(shape: str) -> list[str]:
+    """The shapes in the outermost tuple of a shape, with their layouts; for an array's shape, that one."""
+    shape = re.sub(r"/\*.*?\*/", "", shape).strip()
     if not shape.startswith("("):
         return [shape]
     parts, depth = [""], 0
     for character in shape[1:-1]:
-        depth += (character in "([") - (character in ")]")
+        depth += (character in "([{") - (character in ")]}")
         if character == "," and not depth:
             parts.append("")
         else:
@@ -104,7 +108,7 @@ def _parts(shape: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _bytes(shape: str) -> float:
+def array_bytes(shape: str) -> float:
     """Bytes of all arrays in a shape."""
     return sum(_size(*match) for match in _ARRAY.findall(shape))
 
@@ -119,7 +123,7 @@ def _closing(text: str) -> int:
     return 0
 
 
-def _parse(line: str) -> _Instruction | None:
+def _parse(line: str) -> Instruction | None:
     """The instruction in a line; None if it has none."""
     named = _NAME.match(line)
     if not named:
@@ -130,7 +134,7 @@ def _parse(line: str) -> _Instruction | None:
     found = _OPCODE.search(text, end)
     if not found:
         return None
-    return _Instruction(
+    return Instruction(
         named[2], text[: found.start()], found[1], text[found.end() :], bool(named[1])
     )
 
@@ -144,13 +148,13 @@ class Program:
       entry: the name of the computation that the program starts with.
     """
 
-    computations: Mapping[str, tuple[_Instruction, ...]]
+    computations: Mapping[str, tuple[Instruction, ...]]
     entry: str
 
     @staticmethod
     def of(text: str) -> "Program":
         """Parses HLO text, which `jax.stages.Compiled.as_text()` returns."""
-        computations: dict[str, list[_Instruction]] = {}
+        computations: dict[str, list[Instruction]] = {}
         entry, current = "", None
         for line in text.splitlines():
             header = None if line.startswith(" ") else _HEADER.match(line)
@@ -163,7 +167,7 @@ class Program:
                     current.append(instruction)
         return Program({name: tuple(body) for name, body in computations.items()}, entry)
 
-    def _trips(self, loop: _Instruction, body: Mapping[str, _Instruction]) -> int | None:
+    def _trips(self, loop: Instruction, body: Mapping[str, Instruction]) -> int | None:
         """The number of iterations of a `while` in `body`; None if it cannot be found.
 
         It is the compiler's known_trip_count, or follows from the counter's start, step and end.
@@ -178,20 +182,20 @@ class Program:
             compare = self._compared(compare, condition)
         if compare is None or "direction=LT" not in compare.rest:
             return None
-        counter, end = (condition.get(name) for name in _operands(compare)[:2])
+        counter, end = (condition.get(name) for name in operands(compare)[:2])
         if counter is None or end is None or counter.opcode != "get-tuple-element":
             return None
         index, last = _index(counter), _number(end)
         root = self._root(inner)
         if last is None or root is None or root.opcode != "tuple":
             return None
-        step = _step(inner, _operands(root)[index], index)
+        step = _step(inner, operands(root)[index], index)
         start = _start(body, loop, index)
         return None if not step else max(0, -(-(last - start) // step))
 
     def _compared(
-        self, fusion: _Instruction, condition: dict[str, _Instruction]
-    ) -> _Instruction | None:
+        self, fusion: Instruction, condition: dict[str, Instruction]
+    ) -> Instruction | None:
         """The comparison that a fusion computes, with the names that its operands have in `condition`.
 
         Constants of the fusion are added to `condition`, which has the instructions around the fusion.
@@ -201,10 +205,10 @@ class Program:
         if root is None or root.opcode != "compare":
             return None
         outside = []
-        for name in _operands(root):
+        for name in operands(root):
             operand = inner[name]
             if operand.opcode == "parameter":
-                outside.append(_operands(fusion)[int(operand.rest.split(")")[0])])
+                outside.append(operands(fusion)[int(operand.rest.split(")")[0])])
             else:
                 # A constant inside of the fusion; names are unique in a program.
                 condition[name] = operand
@@ -213,13 +217,13 @@ class Program:
             root, rest=", ".join(outside) + ")" + root.rest.partition(")")[2]
         )
 
-    def _named(self, instruction: _Instruction, part: str) -> dict[str, _Instruction]:
+    def _named(self, instruction: Instruction, part: str) -> dict[str, Instruction]:
         """The computation that an instruction has as its attribute `part`, as instructions by name."""
         found = re.search(rf"\b{part}=%?([\w.\-]+)", instruction.rest)
         return {one.name: one for one in self.computations[found[1]]} if found else {}
 
     @staticmethod
-    def _root(body: Mapping[str, _Instruction]) -> _Instruction | None:
+    def _root(body: Mapping[str, Instruction]) -> Instruction | None:
         return next((one for one in body.values() if one.is_root), None)
 
     def runs(self) -> tuple[dict[str, int], tuple[str, ...]]:
@@ -236,16 +240,13 @@ class Program:
             times[name] += count
             body = {one.name: one for one in self.computations.get(name, ())}
             for instruction in body.values():
-                called = _CALLED.findall(instruction.rest)
-                for branches in _BRANCHES.findall(instruction.rest):
-                    called += [branch.strip().lstrip("%") for branch in branches.split(",")]
                 trips = 1
                 if instruction.opcode == "while":
                     found = self._trips(instruction, body)
                     if found is None:
                         unknown.append(instruction.name)
                     trips = found or 1
-                for other in called:
+                for other in instruction.called:
                     visit(other, count * trips)
 
         visit(self.entry, 1)
@@ -270,19 +271,19 @@ class Program:
         return list(found.values())
 
 
-def _operands(instruction: _Instruction) -> list[str]:
+def operands(instruction: Instruction) -> list[str]:
     """The names of an instruction's operands."""
     return re.findall(r"%?([\w.\-]+)(?:,|$)", instruction.rest.partition(")")[0])
 
 
-def _index(instruction: _Instruction) -> int:
+def _index(instruction: Instruction) -> int:
     """The tuple index of a get-tuple-element."""
     found = re.search(r"index=(\d+)", instruction.rest)
     assert found is not None
     return int(found[1])
 
 
-def _number(instruction: _Instruction | None) -> int | None:
+def _number(instruction: Instruction | None) -> int | None:
     """The value of an integer constant; None for another instruction."""
     if instruction is None or instruction.opcode != "constant":
         return None
@@ -290,7 +291,7 @@ def _number(instruction: _Instruction | None) -> int | None:
     return int(text) if re.fullmatch(r"-?\d+", text) else None
 
 
-def _step(body: Mapping[str, _Instruction], name: str, index: int) -> int | None:
+def _step(body: Mapping[str, Instruction], name: str, index: int) -> int | None:
     """The number that instruction `name` of a loop's body adds to the counter; None if it does more than add constants.
 
     The counter is element `index` of the loop's tuple.
@@ -300,37 +301,37 @@ def _step(body: Mapping[str, _Instruction], name: str, index: int) -> int | None
         return None
     if instruction.opcode == "get-tuple-element":
         return 0 if _index(instruction) == index else None
-    operands = _operands(instruction)
+    given = operands(instruction)
     if instruction.opcode in ("copy", "bitcast"):
-        return _step(body, operands[0], index)
+        return _step(body, given[0], index)
     if instruction.opcode != "add":
         return None
-    for one, other in (operands, operands[::-1]):
+    for one, other in (given, given[::-1]):
         number, before = _number(body.get(other)), _step(body, one, index)
         if number is not None and before is not None:
             return before + number
     return None
 
 
-def _start(body: Mapping[str, _Instruction], loop: _Instruction, index: int) -> int:
+def _start(body: Mapping[str, Instruction], loop: Instruction, index: int) -> int:
     """The counter's initial value in a loop of `body`; 0 if it is not found to be a constant."""
-    given = body.get(_operands(loop)[0])
+    given = body.get(operands(loop)[0])
     if given is None or given.opcode != "tuple":
         return 0
-    first = body.get(_operands(given)[index])
+    first = body.get(operands(given)[index])
     while first is not None and first.opcode in ("copy", "bitcast"):
-        first = body.get(_operands(first)[0])
+        first = body.get(operands(first)[0])
     return _number(first) or 0
 
 
-def _collective(kind: str, instruction: _Instruction, times: int, num_devices: int) -> Collective:
+def _collective(kind: str, instruction: Instruction, times: int, num_devices: int) -> Collective:
     group = _group(instruction.rest, num_devices)
-    parts = _parts(instruction.shape)
+    parts = tuple_parts(instruction.shape)
     if instruction.opcode.endswith("-start") and kind != "all-reduce":
         # The shape is (operands, results, ...), each a tuple if there are several arrays; take the results.
         parts = [parts[1]] if len(parts) > 1 else parts
-    shape = ", ".join(parts)
-    full = _bytes(shape) * (group if kind == "reduce-scatter" else 1)
+    shape = re.sub(r"\{[^{}]*\}", "", ", ".join(parts))
+    full = array_bytes(shape) * (group if kind == "reduce-scatter" else 1)
     scope = re.search(r'op_name="([^"]*)"', instruction.rest)
     return Collective(kind, shape, full, group, times, scope[1] if scope else "")
 
