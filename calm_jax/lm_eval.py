@@ -1,0 +1,48 @@
+"""EleutherAI's lm-evaluation-harness with the models of calm_jax (`pip install -e '.[eval]'`).
+
+    python -m calm_jax.lm_eval --model calm_jax --model_args workdir=runs/calm_m --tasks gsm8k
+
+This is the harness's command `lm_eval`, with its flags, and one more model. `--model_args` takes the arguments of
+`calm_jax.run.harness.HarnessModel`, such as `workdir=runs/calm_m,temperature=0.5,seed=1`. Only generative tasks can be scored,
+as CALM has no likelihoods.
+"""
+
+import traceback
+
+from absl import app, flags
+
+from calm_jax.cli.command import command
+from calm_jax.errors import UserError
+from calm_jax.parallel.compilation_cache import keep_compiled_programs
+from calm_jax.parallel.host_memory import keep_freed_memory
+
+
+def _is_of_the_harness(error: BaseException) -> bool:
+    """Whether an error was raised by the harness itself, as for a task that it does not have."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"].startswith("lm_eval.")
+
+
+@command
+def main(argv: list[str]) -> None:
+    try:
+        # Registers the harness's own models, which it does not do by itself where there is another one.
+        import lm_eval.models  # noqa: F401
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import model_registry
+    except ImportError as error:
+        raise UserError(f"this command needs {error.name}: pip install 'calm_jax[eval]'") from error
+    model_registry.register("calm_jax", target="calm_jax.run.harness:HarnessModel")
+    keep_compiled_programs()
+    try:
+        cli_evaluate()
+    except (ValueError, OSError) as error:
+        if not _is_of_the_harness(error):
+            raise
+        raise UserError(" ".join(str(error).split())) from error
+
+
+if __name__ == "__main__":
+    keep_freed_memory()
+    # The harness parses its flags itself, from sys.argv.
+    app.run(main, flags_parser=lambda argv: flags.FLAGS(argv[:1]))
