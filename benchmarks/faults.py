@@ -61,11 +61,18 @@ _WORDS = [
     ":",
     "\n",
 ]
-_TIMING = {"seconds", "tokens_per_second", "training_seconds", "chunk_seconds", "mfu"}
+_TIMING = {
+    "seconds",
+    "tokens_per_second",
+    "training_seconds",
+    "chunk_seconds",
+    "mfu",
+    "peak_memory_bytes",
+}
 
 
 def _untimed(value: Any) -> Any:
-    """A copy of nested JSON values without times and rates."""
+    """A copy of nested JSON values without times, rates and memory."""
     if isinstance(value, dict):
         return {key: _untimed(one) for key, one in value.items() if key not in _TIMING}
     return [_untimed(one) for one in value] if isinstance(value, list) else value

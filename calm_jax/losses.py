@@ -118,6 +118,14 @@ def energy_score(x_PNZ: Array, posterior: Posterior, eps_PMZ: Array, beta: float
         The score of each position, float32 [P]; higher is better. Where two draws coincide, their distance has the
         gradient 0, not NaN.
     """
+    fidelity_P, diversity_P = energy_terms(x_PNZ, posterior, eps_PMZ, beta)
+    return diversity_P - 2 * fidelity_P
+
+
+def energy_terms(
+    x_PNZ: Array, posterior: Posterior, eps_PMZ: Array, beta: float
+) -> tuple[Array, Array]:
+    """The two means of `energy_score`, float32 [P] each: `|x_i - t_m|^beta` (fidelity), `|x_i - x_j|^beta` (diversity)."""
     # No [N, M, Z] array of differences is formed: with the posterior's mean as origin, |x - t|^2 = |x|^2 + |t|^2 - 2 x.t
     # is a matrix product, and it does not cancel unless a draw hits a random target. Draws of the model do come close
     # to each other (at the start of training they all coincide), so their differences are taken directly.
@@ -133,7 +141,7 @@ def energy_score(x_PNZ: Array, posterior: Posterior, eps_PMZ: Array, beta: float
 
     square_PNN = ((x_PNZ[:, :, None] - x_PNZ[:, None]) ** 2).sum(-1)
     to_each_other = _power(square_PNN, beta).sum((1, 2)) / (num_draws * (num_draws - 1))
-    return to_each_other - 2 * to_target
+    return to_target, to_each_other
 
 
 def decoded_brier(logit_PNKV: Array, tokens_PK: Array) -> Array:

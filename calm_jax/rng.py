@@ -8,4 +8,9 @@ from jax import Array
 
 def stream(seed: int, name: str) -> Array:
     """The root key of a named stream. Streams of two names stay independent, whatever is folded into their keys."""
-    return jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode("utf-8")))
+    return named(jax.random.key(seed), name)
+
+
+def named(key: Array, name: str) -> Array:
+    """The key of a named stream of a key: of a row, for instance."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode("utf-8")))

@@ -79,10 +79,10 @@ def train(text_glob: str, workdir, *args: str, **options) -> str:
 
 
 def metrics(workdir: pathlib.Path) -> list[dict]:
-    """The records of metrics.jsonl without times and rates."""
+    """The records of metrics.jsonl without times, rates and memory."""
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    timing = ("seconds", "tokens_per_second")
-    return [{k: v for k, v in record.items() if k not in timing} for record in records]
+    measured = ("seconds", "tokens_per_second", "peak_memory_bytes")
+    return [{k: v for k, v in record.items() if k not in measured} for record in records]
 
 
 def params(workdir: pathlib.Path, stage: str, step: int = 12) -> dict:

@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import resource
 import socket
+import sys
 
 import jax
 
@@ -81,6 +83,15 @@ def memory_here() -> float:
                 memory = min(memory, int((group / "memory.max").read_text()))
     hosts = multihost.all_gather(socket.gethostname())
     return memory / hosts.count(socket.gethostname()) / jax.local_device_count()
+
+
+def peak_memory() -> int:
+    """The most bytes so far on one of this process's devices; of resident memory, where devices do not count (CPUs)."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return max(peaks) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def target_device() -> jax.Device | jax.sharding.AbstractDevice:

@@ -12,6 +12,7 @@ from calm_jax.losses import cross_entropy
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.sampling.chunk_model import at_once
 from calm_jax.tasks.base import Batch, Metrics, Params, chunks, flatten, ratio, split_keys, total
+from calm_jax.tasks.latents import COLLAPSED, Moments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,20 +47,23 @@ class AutoencoderTask:
             "kl": total(kl_P, counted_P),
         }
 
-    def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
-        """Sums of the metrics without dropout: cross-entropy, and accuracies of the argmax tokens.
+    def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Any:
+        """Sums of the metrics without dropout: cross-entropy, accuracies of the argmax tokens, moments of the posterior.
 
         Latents come from a sample of the posterior and from its mean. Accuracies leave out pads; the loss counts them.
         """
         tokens_BLK, targets_BLK = chunks(batch, self.model.chunk_size)
         num_chunks = tokens_BLK.shape[1]
 
-        def of_position(tokens_BK: Array, targets_BK: Array, eps_BZ: Array) -> Metrics:
+        def of_position(tokens_BK: Array, targets_BK: Array, eps_BZ: Array) -> Any:
             posterior: Any = self.model.apply({"params": params}, tokens_BK, method="encode")
             is_target_BK = targets_BK != MASKED
             is_text_BK = is_target_BK & (targets_BK != self.pad_id)
             counted_B = is_text_BK.any(-1)
-            metrics = {"posterior_std": (posterior.std.mean(-1) @ counted_B, counted_B.sum())}
+            metrics: dict[str, Any] = {
+                "posterior_std": (posterior.std.mean(-1) @ counted_B, counted_B.sum()),
+                "posterior_mean": Moments.of(posterior.mean[:, None], counted_B),
+            }
             for source, latent_BZ in (
                 ("from_sample", posterior.mean + posterior.std * eps_BZ),
                 ("from_mean", posterior.mean),
@@ -86,6 +90,9 @@ class AutoencoderTask:
         sums = jax.lax.map(lambda xs: of_position(*xs), tuple(over_L), batch_size=at_once(size))
         return jax.tree.map(lambda x_L: x_L.sum(0, dtype=jnp.float32), sums)
 
-    def report(self, sums: Metrics) -> dict[str, float]:
+    def report(self, sums: Any) -> dict[str, float]:
         """See `Task.report`."""
-        return {name: ratio(pair) for name, pair in sums.items()}
+        pairs = dict(sums)
+        variance_Z = Moments(*pairs.pop("posterior_mean")).variance()
+        values = {name: ratio(pair) for name, pair in pairs.items()}
+        return values | {"collapsed_dimensions": float((variance_Z < COLLAPSED).sum())}

@@ -1,6 +1,7 @@
 """Stage 2: the language model, which predicts the latents of a frozen autoencoder (paper, section 3)."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,9 @@ from calm_jax.losses import Posterior, Target
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM
 from calm_jax.models.kv_cache import SegmentIds
+from calm_jax.rng import named
 from calm_jax.sampling.chunk_model import ChunkModel, at_once
+from calm_jax.tasks import latents
 from calm_jax.tasks.base import Batch, Metrics, Params, call, chunks, flatten, split_keys, total
 from calm_jax.tasks.language_model import (
     chunk_model,
@@ -117,7 +120,7 @@ class CalmTask:
         }
 
     def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Any:
-        """Sums of the head's loss and of BrierLM."""
+        """Sums of the head's loss, of BrierLM and of what compares the draws with the posteriors."""
         tokens_BLK, targets_BLK = chunks(batch, self.chunk_size)
         rows, num_chunks, _ = tokens_BLK.shape
         num_draws = brier.chunks_of(self.chunk_size)
@@ -137,10 +140,24 @@ class CalmTask:
             jax.tree.map(lambda x: x.swapaxes(0, 1), over_L),
             batch_size=at_once(rows * width * self.model.head.config.num_samples),
         )
+        model = self.bind(params, frozen)
+        counted_BL = counted_chunks(self.protocol.first_token, targets_BLK)
+        latents_key_B = jax.vmap(lambda key: named(key, "latents"))(key_B)
         return {
-            "loss": total(loss_LB.T, counted_chunks(self.protocol.first_token, targets_BLK)),
+            "loss": total(loss_LB.T, counted_BL),
+            "latents": latents.latent_sums(
+                model,
+                functools.partial(self.posterior, frozen),
+                # Of the energy score; other heads are compared by the paper's.
+                getattr(self.model.head.config, "beta", 1.0),
+                h_BLD,
+                tokens_BLK[:, 1:],
+                split_keys(latents_key_B, num_chunks - 1),
+                counted_BL,
+                counted_chunks(0, targets_BLK),
+            ),
             "brier": score(
-                self.bind(params, frozen),
+                model,
                 self.model.config,
                 self.protocol,
                 self.autoencoder.vocab_size,
@@ -154,4 +171,4 @@ class CalmTask:
 
     def report(self, sums: Any) -> dict[str, float]:
         """See `Task.report`."""
-        return report(sums)
+        return report(sums) | latents.report(sums["latents"])

@@ -15,7 +15,7 @@ class MetricsLog:
     """`metrics.jsonl`, one record a line, and the same values as TensorBoard events.
 
     Every process keeps the same records in memory; process 0 writes them. Of two runs of one config, only `seconds`,
-    `tokens_per_second` and `mfu` differ.
+    `tokens_per_second`, `mfu` and `peak_memory_bytes` differ.
 
     Attributes:
       records: objects {"stage", "split", "step", and named values}; a value that is not finite is None.
@@ -103,7 +103,21 @@ def _parse(line: str) -> dict | None:
     """The record of a line; None for another line, such as the unfinished last one of a killed run."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    is_record = isinstance(record, dict) and {"stage", "split", "step"} <= record.keys()
+    if not isinstance(record, dict) or not {"stage", "split", "step"} <= record.keys():
+        return None
+    values = {name: value for name, value in record.items() if name not in ("stage", "split")}
+    is_record = (
+        isinstance(record["stage"], str)
+        and isinstance(record["split"], str)
+        and type(record["step"]) is int
+        and 0 <= record["step"] < 2**53
+        and all(value is None or is_number(value) for value in values.values())
+    )
     return record if is_record else None
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of a JSON file is a finite number that a float can hold."""
+    return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[operator,arg-type]

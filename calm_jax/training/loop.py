@@ -15,7 +15,7 @@ from calm_jax.cli.progress import Progress
 from calm_jax.data.loader import TrainingText, training_batches
 from calm_jax.errors import Interrupted
 from calm_jax.evaluation.evaluator import Evaluator
-from calm_jax.parallel.devices import accelerator
+from calm_jax.parallel.devices import accelerator, peak_memory
 from calm_jax.parallel.mesh import global_batch, rows_here
 from calm_jax.parallel.multihost import AgreedError
 from calm_jax.parallel.signals import NoteSignal
@@ -24,6 +24,7 @@ from calm_jax.tasks import Params, Task
 from calm_jax.tasks.base import ratio
 from calm_jax.training.checkpoint import Checkpointer
 from calm_jax.training.log import MetricsLog
+from calm_jax.training.norms import make_norms
 from calm_jax.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from calm_jax.training.step import (
     TrainingConfig,
@@ -157,6 +158,8 @@ class Trainer:
         step = make_step(stage.task, optimizer, config, key, pad_id)
         self._update = stage.compiled or jit_step(step, self._state, mesh)
         replicated = NamedSharding(mesh, PartitionSpec())
+        norms = make_norms(stage.optimizer, config.num_steps)
+        self._norms = jax.jit(norms, out_shardings=replicated)
         self._to_host = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=replicated)
 
     def _restored(self, shapes: TrainState) -> TrainState:
@@ -243,6 +246,7 @@ class Trainer:
         state = self._state
         self._check_finite()
         metrics, skipped = jax.device_get(self._to_host((state.metrics, state.nonfinite_total)))
+        norms = jax.device_get(self._norms(state.params, state.opt_state))
         values = {name: ratio(pair) for name, pair in metrics.items()}
         now = time.monotonic()
         self._seconds += now - self._logged_at
@@ -253,6 +257,8 @@ class Trainer:
             "skipped_updates": int(skipped),
             "tokens_per_second": values["tokens_per_step"] * steps_per_second,
             "seconds": self._seconds,
+            "peak_memory_bytes": peak_memory(),
+            **norms,
         }
         self._logged_at, self._logged_step = now, step
         device = accelerator(jax.devices()[0].device_kind)

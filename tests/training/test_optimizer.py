@@ -6,9 +6,11 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from calm_jax.training import optimizer
+from calm_jax.training.norms import make_norms
 
 
 def tiny_tree():
@@ -87,3 +89,42 @@ def test_optimizer_steps_equal_adamw_by_hand():
         params = jax.tree.map(jnp.add, params, updates)
         for path, leaf in flax.traverse_util.flatten_dict(params).items():
             np.testing.assert_allclose(leaf, by_hand[path], rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+def test_logged_norms_are_those_of_the_parameters_and_of_the_last_change(warmup_steps):
+    """With decay, clipping and a schedule; stacked layers one by one.
+
+    To 2e-3: the decay is taken after the update, and the change is a difference of rounded numbers.
+    """
+    rng = np.random.default_rng(0)
+
+    def tree(scale: float) -> dict:
+        def draw(*shape):
+            return jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
+
+        layers = {"up": {"kernel": draw(3, 4, 5), "bias": draw(3, 5)}}
+        backbone = {"layers": layers, "norm": {"scale": draw(4)}}
+        return {"backbone": backbone, "embed": {"embedding": draw(7, 4)}}
+
+    config = optimizer_config(schedule="cosine", warmup_steps=warmup_steps, learning_rate=0.01)
+    make, params = optimizer.make_optimizer(config, 24), tree(1.0)
+    state, norms_of = make.init(params), jax.jit(make_norms(config, 24))
+    for _ in range(5):
+        updates, state = make.update(tree(0.3), state, params)
+        before, params = params, optax.apply_updates(params, updates)
+        norms = norms_of(params, state)
+        change = jax.tree.map(jnp.subtract, params, before)
+        for name, values in (("parameter_norm", params), ("update_norm", change)):
+            backbone = values["backbone"]
+            for layer in range(3):
+                of_layer = jax.tree.map(lambda x, layer=layer: x[layer], backbone["layers"])
+                expected = optax.tree.norm(of_layer)
+                np.testing.assert_allclose(
+                    norms.pop(f"{name}/backbone/layers/{layer}"), expected, rtol=2e-3
+                )
+            for layer, own in (("backbone", backbone["norm"]), ("embed", values["embed"])):
+                np.testing.assert_allclose(
+                    norms.pop(f"{name}/{layer}"), optax.tree.norm(own), rtol=2e-3
+                )
+        assert not norms
