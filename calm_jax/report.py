@@ -14,7 +14,7 @@ from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, write_atomically
 from calm_jax.cli.flags import parse_flags
 from calm_jax.errors import UserError
-from calm_jax.run import web_report
+from calm_jax.run import web_comparison, web_report
 from calm_jax.run.workdir import Workdir
 
 _OUTPUT = flags.DEFINE_string(
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
         raise UserError("give the folders of one run or several: python -m calm_jax.report DIR ...")
     workdirs = [Workdir(local_path(folder, "DIR")) for folder in folders]
     several = len(workdirs) > 1
-    text = web_report.comparison(workdirs) if several else web_report.page(workdirs[0])
+    text = web_comparison.comparison(workdirs) if several else web_report.page(workdirs[0])
     default = pathlib.Path("report.html") if several else workdirs[0].report_path
     path = local_path(_OUTPUT.value, "--output") if _OUTPUT.value else default
     write_atomically(path, text)

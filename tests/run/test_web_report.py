@@ -11,9 +11,11 @@ from calm_jax.config import Config, resolve
 from calm_jax.cost import flops
 from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
-from calm_jax.run import charts, web_report
+from calm_jax.run import charts, web_comparison, web_report
 from calm_jax.run.charts import Series, chart
+from calm_jax.run.run_files import RunFiles
 from calm_jax.run.workdir import Workdir
+from calm_jax.training.log import MetricsLog
 from tests import tiny_recipe
 from tests.workdirs import run
 
@@ -179,7 +181,63 @@ def test_a_missing_or_damaged_file_leaves_its_part_out(workdir, name, content):
     if content is not None:
         path.write_bytes(content)
     assert "Config and text" in Reader(web_report.page(workdir)).texts("h2")
-    assert "Runs compared" in web_report.comparison([workdir])
+    assert "Runs compared" in web_comparison.comparison([workdir])
+
+
+def places(value, path=()):
+    """The paths of all values inside a JSON value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, one in inside:
+        yield *path, key
+        if isinstance(one, dict | list):
+            yield from places(one, (*path, key))
+
+
+def changed(value, path, new):
+    value = json.loads(json.dumps(value))
+    within = value
+    for key in path[:-1]:
+        within = within[key]
+    within[path[-1]] = new
+    return value
+
+
+WRONG = ("x", ["x"], {"x": 1}, True, None, -1, 10**400, math.inf, math.nan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "results.json", "samples.jsonl", "evaluations.jsonl"]
+)
+def test_a_value_of_the_wrong_type_is_left_out_and_the_rest_is_shown(workdir, name):
+    """Every value of a record in turn becomes each of several that a run does not write there."""
+    path = workdir.path / name
+    lines = path.read_text().splitlines()
+    # The last record; those before it are whole.
+    record, noted = json.loads(lines[-1]), 0
+    for place in places(record):
+        for wrong in WRONG:
+            path.write_text("\n".join([*lines[:-1], json.dumps(changed(record, place, wrong))]))
+            page = web_report.page(workdir)
+            assert "Config and text" in page
+            noted += f"{name}: " in page
+            assert "Runs compared" in web_comparison.comparison([workdir])
+    # What is not needed may have any value.
+    assert noted > 10
+    path.write_text("\n".join(lines))
+    assert f"{name}: " not in web_report.page(workdir)
+
+
+def test_a_run_resumes_from_records_of_which_some_are_none(workdir):
+    """Lines of another form are dropped where the records are read, not kept to fail later."""
+    good = [train_record("lm", step) for step in (4, 8)]
+    bad = [good[0] | {"step": "4"}, good[0] | {"stage": []}, good[0] | {"loss": {}}, [1], 3]
+    write_lines(workdir.metrics_path, [*bad, *good])
+    log = MetricsLog(workdir.path)
+    assert log.records == good and log.seconds("lm") == 16
+    log.cut_back("lm", 4)
+    log.close()
+    assert log.records == good[:1]
 
 
 def test_a_report_that_fails_is_a_line_and_keeps_the_old_one(workdir, monkeypatch, capsys):
@@ -198,21 +256,24 @@ def test_a_report_that_fails_is_a_line_and_keeps_the_old_one(workdir, monkeypatc
 
 def test_axes_of_a_comparison(workdir):
     config: Config = workdir.config
-    loaded = web_report._Run(workdir)
-    values = {axis.label: axis.of(loaded, "lm", 6) for axis in web_report._AXES}
+    loaded = RunFiles(workdir)
+    values = {axis.label: axis.of(loaded, "lm", 6) for axis in web_comparison._AXES}
     block = config.lm.data.block_tokens * config.lm.training.batch_size
     assert values["steps"] == 6 and values["tokens"] == 6 * block
     assert values["FLOPs"] == 6 * block * flops.training(config, "lm", BYTES.vocab_size)
     # Between the records of steps 4 and 8, and before the first.
     assert values["seconds of training"] == 12
-    assert web_report._seconds(loaded, "lm", 2) == 4 and web_report._seconds(loaded, "lm", 12) == 24
+    assert (
+        web_comparison._seconds(loaded, "lm", 2) == 4
+        and web_comparison._seconds(loaded, "lm", 12) == 24
+    )
 
 
 def test_a_comparison_shows_every_run(workdir, tmp_path):
     (tmp_path / "b").mkdir()
     other = Workdir(tmp_path / "b" / "a run")
     other._create(workdir.config, BYTES, "corpus.json", {})
-    reader = Reader(web_report.comparison([workdir, other]))
+    reader = Reader(web_comparison.comparison([workdir, other]))
     # Equal names are told apart by their paths; the second run has no records yet.
     assert {str(workdir.path), str(other.path)} <= set(reader.texts("td"))
     assert reader.texts("figcaption").count("over FLOPs") == 4

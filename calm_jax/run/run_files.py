@@ -1,0 +1,236 @@
+"""What the files of a run say, for its report.
+
+Files may be damaged or edited. Records that are incomplete, or whose values have other types than those that a run writes, are
+left out, and counted.
+"""
+
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from calm_jax.run.workdir import Workdir
+from calm_jax.training.log import is_number, read_records
+
+# With their titles.
+STAGES = {"autoencoder": "Autoencoder", "lm": "Language model"}
+_BRIER = {
+    f"brier{name}{error}" for name in ("lm", "_1", "_2", "_3", "_4") for error in ("", "_error")
+}
+# The numbers that each of a run's results must have to be shown.
+_NEEDED = {
+    "autoencoder": {
+        f"{kind}_accuracy_from_{what}" for kind in ("token", "chunk") for what in ("sample", "mean")
+    },
+    "lm": {"loss", *_BRIER},
+    "floor": _BRIER,
+    "equal_context": {"ngrams", *_BRIER},
+    "equal_context_floor": _BRIER,
+}
+# Those that are shown where they are there, and those of all that must be finite.
+_WELCOME = ("step", "training_seconds")
+_FINITE = (*_WELCOME, "ngrams")
+
+
+class RunFiles:
+    """What a workdir's files hold; missing ones are empty.
+
+    Attributes:
+      workdir, config: of the run.
+      records: of metrics.jsonl.
+      results: of results.json, those that are complete.
+      evaluations: of evaluations.jsonl, each with its complete results.
+      samples: of samples.jsonl.
+      left_out: a sentence for each file of which something is not shown.
+    """
+
+    def __init__(self, workdir: Workdir):
+        self.workdir, self.config = workdir, workdir.config
+        self.left_out: list[str] = []
+        self.records = read_records(workdir.metrics_path)
+        self._note(workdir.metrics_path, len(self.records))
+        results = _object(text_of(workdir.results_path))
+        self.results = _results(results)
+        if workdir.results_path.exists() and not (results and _is_whole(results)):
+            self.left_out.append(
+                f"{workdir.results_path.name}: what is incomplete is left out here."
+            )
+        records = _json_lines(workdir.evaluations_path)
+        self.evaluations = [
+            (found, record)
+            for record in records
+            if (found := _results(record)) or _is_plane(record.get("plane"))
+        ]
+        self._note(workdir.evaluations_path, sum(map(_is_whole, records)))
+        vocab_size = workdir.tokenizer.vocab_size
+        self.samples = [
+            one for one in _json_lines(workdir.samples_jsonl_path) if _is_sample(one, vocab_size)
+        ]
+        self._note(workdir.samples_jsonl_path, len(self.samples))
+
+    def _note(self, path: pathlib.Path, num_whole: int) -> None:
+        num = len(_lines(path)) - num_whole
+        if num:
+            lines = f"{num} line" if num == 1 else f"{num} lines"
+            self.left_out.append(f"{path.name}: what is incomplete in {lines} is left out here.")
+
+    @property
+    def name(self) -> str:
+        return self.workdir.path.resolve().name
+
+    def stages(self) -> list[str]:
+        found = {record["stage"] for record in self.records} | set(self.results)
+        return [stage for stage in STAGES if stage in found]
+
+    def of(self, stage: str, split: str) -> list[dict]:
+        """The records of a stage: of training, or of validation, on a part of the split or all of it."""
+        return [
+            record
+            for record in self.records
+            if record["stage"] == stage and record["split"].startswith(split)
+        ]
+
+    def metrics(self, stage: str, split: str) -> list[str]:
+        names = dict.fromkeys(name for record in self.of(stage, split) for name in record)
+        own = ("stage", "split", "step", "seconds", "ngrams")
+        return [name for name in names if name not in own and not name.endswith("_error")]
+
+    def points(
+        self, stage: str, split: str, metric: str, x: Callable[[int], float] = float
+    ) -> list[tuple[float, ...]]:
+        """(x, value, standard error) of a metric, NaN where there is none; `x` is computed of the step."""
+        return [
+            (
+                x(record["step"]),
+                as_float(record[metric]),
+                as_float(record.get(f"{metric}_error")),
+            )
+            for record in self.of(stage, split)
+            if metric in record
+        ]
+
+    def latest(self) -> dict[str, Any]:
+        """The results of training, with those of the latest evaluation over them."""
+        scored, _ = self.evaluations[-1] if self.evaluations else ({}, {})
+        found = self.results | {
+            name: self.results.get(name, {}) | values for name, values in scored.items()
+        }
+        # Only those of training have the step.
+        return {
+            name: values
+            for name, values in found.items()
+            if name not in STAGES or "step" in values or self.workdir.is_converted
+        }
+
+    def plane(self) -> dict[str, Any] | None:
+        """The accuracy-diversity plane of the latest evaluation that has one."""
+        planes = [record["plane"] for _, record in self.evaluations if "plane" in record]
+        planes = [plane for plane in planes if _is_plane(plane)]
+        return planes[-1] if planes else None
+
+    @functools.cached_property
+    def clocks(self) -> dict[str, tuple[list[int], list[float]]]:
+        """Of each stage, steps in order, and the seconds of training up to each."""
+        clocks = {}
+        for stage in STAGES:
+            seconds = {
+                record["step"]: record["seconds"]
+                for record in self.of(stage, "train")
+                if record.get("seconds") is not None
+            }
+            steps = sorted({0} | set(seconds))
+            clocks[stage] = steps, [seconds.get(step, 0.0) for step in steps]
+        return clocks
+
+
+def as_float(value: float | None) -> float:
+    """A number of a JSON file, where None stands for one that is not finite."""
+    return math.nan if value is None else float(value)
+
+
+def _results(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The complete ones of the results in a record, by name."""
+    found = {}
+    for name, needed in _NEEDED.items():
+        values = record.get(name)
+        if not isinstance(values, dict) or not needed <= values.keys():
+            continue
+        shown = [*needed, *(key for key in _WELCOME if key in values)]
+        # None stands for a number that is not finite, which a count or a time cannot be.
+        if all(
+            is_number(values[key]) or (values[key] is None and key not in _FINITE) for key in shown
+        ):
+            found[name] = values
+    return found
+
+
+def _is_sample(one: dict, vocab_size: int) -> bool:
+    if not {"prompt", "tokens", "chunk_ends"} <= one.keys():
+        return False
+    prompt, tokens, ends = one["prompt"], one["tokens"], one["chunk_ends"]
+    return (
+        (isinstance(prompt, str) or _are_ints(prompt, vocab_size - 1))
+        and _are_ints(tokens, vocab_size - 1)
+        and _are_ints(ends, len(tokens))
+        and ends == sorted(ends)
+    )
+
+
+def _are_ints(values: Any, most: int) -> bool:
+    return isinstance(values, list) and all(type(x) is int and 0 <= x <= most for x in values)
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    """Whether everything that a record has of results is complete."""
+    has_plane = "plane" not in record or _is_plane(record["plane"])
+    return has_plane and record.keys() & _NEEDED.keys() == _results(record).keys()
+
+
+def _is_plane(plane: Any) -> bool:
+    return (
+        isinstance(plane, dict)
+        and isinstance(plane.get("points"), list)
+        and bool(plane["points"])
+        and all(map(_is_point, plane["points"]))
+    )
+
+
+def _is_point(point: Any) -> bool:
+    measured = ("collision", "accuracy", "accuracy_error")
+    return (
+        isinstance(point, dict)
+        and {"sampler", "temperature", "candidates", *measured} <= point.keys()
+        and isinstance(point["sampler"], str)
+        and is_number(point["temperature"])
+        and is_number(point["candidates"])
+        # Without a context to score there are no numbers.
+        and all(point[name] is None or is_number(point[name]) for name in measured)
+    )
+
+
+def text_of(path: pathlib.Path) -> str:
+    """The text of a file, nothing if it is missing."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _lines(path: pathlib.Path) -> list[str]:
+    return [line for line in text_of(path).splitlines() if line.strip()]
+
+
+def _json_lines(path: pathlib.Path) -> list[dict]:
+    """The objects of a file's lines; damaged lines are left out."""
+    return [found for line in _lines(path) if (found := _object(line))]
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The JSON object that a text is; an empty one if it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
