@@ -1,16 +1,18 @@
-"""Plans a recipe's training on accelerators that this machine lacks: whether it fits, how long it takes, what it costs.
+"""Plans a recipe's training or generation on accelerators that this machine lacks: whether it fits, how long it takes, what it costs.
 
 python -m calm_jax.plan --config=configs/calm_xl.py --topology=v5e:16x16 --config.mesh.data=16 --config.mesh.fsdp=16
 python -m calm_jax.plan --config=configs/calm_m.py --fit=v5e --price_per_hour=1.2
+python -m calm_jax.plan --config=configs/calm_m.py --topology=h100:1 --stage=generate
 
 Needs pip install -e '.[plan]' for TPUs (v4, v5e, v5p, v6e) and '.[plan-cuda]' for NVIDIA (h100). No accelerator is used.
-The exit status is 1 if training does not fit.
+The exit status is 1 if it does not fit.
 """
 
 import dataclasses
 import json
 import math
 import os
+import pathlib
 import sys
 import time
 
@@ -28,14 +30,17 @@ from calm_jax.cli.flags import parse_recipe_flags
 from calm_jax.cli.progress import console, duration
 from calm_jax.config import Config, resolve
 from calm_jax.errors import UserError
+from calm_jax.planning.generation import BATCHES, TEMPERATURES, plan_decode
 from calm_jax.planning.planner import Lowered, Try, compile_plan, fit, plan_for
 from calm_jax.planning.result import Plan, advice
-from calm_jax.planning.topology import of_family, parse
+from calm_jax.planning.topology import Topology, of_family, parse
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "recipe: a file with get_config()")
 _TOPOLOGY = flags.DEFINE_string("topology", "", "hardware, such as v5e:4x4, v5p:2x2x1 or h100:8")
 _FIT = flags.DEFINE_string("fit", "", "family, such as v5e: finds the smallest size that fits")
-_STAGE = flags.DEFINE_enum("stage", "lm", ["lm", "autoencoder"], "the stage to plan")
+_STAGE = flags.DEFINE_enum(
+    "stage", "lm", ["lm", "autoencoder", "generate"], "the stage to plan, or generation"
+)
 _PRICE = flags.DEFINE_float(
     "price_per_hour", 0.0, "price of one device for an hour, in any currency; 0: no cost is shown"
 )
@@ -99,9 +104,12 @@ def _rows(plan: Plan, efficiency: float, price: float) -> list[tuple[str, str]]:
         rows.append(("all collectives", f"{plan.traffic / 1e9:,.3f} GB, {ratio:.2f} x ideal FSDP"))
     if plan.unknown_loops:
         rows.append(("loops counted once", ", ".join(plan.unknown_loops)))
+    rows.append(("memory traffic", f"{plan.memory_traffic / 1e9:,.3f} GB a step and device"))
     seconds = plan.seconds(efficiency)
     hours = plan.hours(efficiency)
+    limits = ", ".join(f"{name} {least:.3f} s" for name, least in plan.limits.items())
     rows += [
+        ("limits at peak rates", f"{limits}: {plan.limit} is the limit"),
         ("MFU at most", f"{plan.utilisation(1):.1%}"),
         (
             "a step",
@@ -125,6 +133,8 @@ def _record(plan: Plan, efficiency: float, price: float) -> dict:
     return dataclasses.asdict(plan) | {
         "fits": plan.fits,
         "traffic": plan.traffic,
+        "limits": plan.limits,
+        "limit": plan.limit,
         "efficiency": efficiency,
         "seconds": plan.seconds(efficiency),
         "utilisation": plan.utilisation(efficiency),
@@ -132,6 +142,44 @@ def _record(plan: Plan, efficiency: float, price: float) -> dict:
         "device_hours": hours,
         "cost": hours * price,
     }
+
+
+def _generation(config: Config, topology: Topology, output: pathlib.Path) -> int:
+    """Plans generation, prints a line for each batch and temperature, and returns the exit status."""
+    table = rich.table.Table(box=None)
+    headings = ("batch", "T", "draws", "prefill GiB", "decode GiB", "of", "one pass GB", "moved GB")
+    for heading in (*headings, "ms a chunk", "limit", "tokens/s"):
+        table.add_column(heading, justify="right")
+    plans = []
+    for batch in BATCHES:
+        for temperature in TEMPERATURES:
+            print(f"compiling batch {batch}, T {temperature:g} ...", file=sys.stderr, flush=True)
+            plan = plan_decode(config, topology, batch, temperature)
+            plans.append(plan)
+            memory = (plan.prefill, plan.needed, plan.available)
+            table.add_row(
+                str(plan.batch),
+                f"{plan.temperature:g}",
+                str(plan.draws),
+                *(f"{size / 2**30:.2f}" for size in memory),
+                f"{plan.one_pass / 1e9:.2f}",
+                "" if math.isnan(plan.moved) else f"{plan.moved / 1e9:.2f}",
+                f"{1e3 * plan.limits[plan.limit]:.3f}",
+                plan.limit,
+                f"{plan.tokens_per_second:,.0f}" if plan.fits else "does not fit",
+            )
+    console().print(table, highlight=False)
+    print(
+        "ms and tokens/s are bounds at the peak rates: weights and cache read once, every draw decoded whole"
+    )
+    if output.name:
+        records = [
+            dataclasses.asdict(plan)
+            | {"fits": plan.fits, "limit": plan.limit, "tokens_per_second": plan.tokens_per_second}
+            for plan in plans
+        ]
+        write_atomically(output, json.dumps(nan_to_none({"plans": records}), indent=2) + "\n")
+    return 0 if all(plan.fits for plan in plans) else 1
 
 
 def _show(plan: Plan) -> None:
@@ -170,6 +218,10 @@ def main(argv: list[str]) -> int:
     if _OUTPUT.value and not output.absolute().parent.is_dir():
         raise UserError(f"--output={_OUTPUT.value} cannot be written: there is no such folder")
     config = resolve(_CONFIG.value)
+    if _STAGE.value == "generate":
+        if _FIT.value:
+            raise UserError("--stage=generate needs --topology=h100:1 or another one, not --fit")
+        return _generation(config, parse(_TOPOLOGY.value), output)
     tries: list[Try] = []
     plan: Plan | None
     if _FIT.value:

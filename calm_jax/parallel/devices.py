@@ -20,6 +20,7 @@ class Accelerator:
     Attributes:
       flops: dense bfloat16 FLOPs per second.
       memory: bytes.
+      bandwidth: bytes per second read from and written to this memory.
       interconnect: bytes per second received from other devices, over all links together: half of the bidirectional
         bandwidth on Google's page of each Cloud TPU version and in NVIDIA's data sheets of the SXM cards (NVLink, within
         one host).
@@ -27,18 +28,19 @@ class Accelerator:
 
     flops: float
     memory: float
+    bandwidth: float
     interconnect: float
 
 
 # By the beginning of `jax.Device.device_kind`; a longer name stands before its prefix.
 ACCELERATORS = {
-    "TPU v6 lite": Accelerator(918e12, 32 * 2**30, 400e9),
-    "TPU v5 lite": Accelerator(197e12, 16 * 2**30, 200e9),
-    "TPU v5": Accelerator(459e12, 95 * 2**30, 600e9),
-    "TPU v4": Accelerator(275e12, 32 * 2**30, 300e9),
-    "NVIDIA H200": Accelerator(989e12, 141e9, 450e9),
-    "NVIDIA H100": Accelerator(989e12, 80e9, 450e9),
-    "NVIDIA A100": Accelerator(312e12, 80e9, 300e9),
+    "TPU v6 lite": Accelerator(918e12, 32 * 2**30, 1640e9, 400e9),
+    "TPU v5 lite": Accelerator(197e12, 16 * 2**30, 819e9, 200e9),
+    "TPU v5": Accelerator(459e12, 95 * 2**30, 2765e9, 600e9),
+    "TPU v4": Accelerator(275e12, 32 * 2**30, 1228e9, 300e9),
+    "NVIDIA H200": Accelerator(989e12, 141e9, 4800e9, 450e9),
+    "NVIDIA H100": Accelerator(989e12, 80e9, 3350e9, 450e9),
+    "NVIDIA A100": Accelerator(312e12, 80e9, 2039e9, 300e9),
 }
 
 

@@ -5,10 +5,11 @@ planner estimates their time, up to the first that fits.
 """
 
 import dataclasses
+import itertools
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -82,16 +83,58 @@ class Need(NamedTuple):
         return self.arguments + self.rest
 
 
-def is_automatic(config: Config, stage: str) -> bool:
-    """Whether a key of the stage is to be chosen."""
-    training = getattr(config, stage).training
-    return training.accumulation_steps == 0 or (stage == "lm" and config.lm.model.remat == "auto")
+class Compiled(NamedTuple):
+    """A compiled program.
+
+    Attributes:
+      program: None if the compiler refused it because it does not fit into memory, as that of TPUs does.
+      memory: bytes of one device besides the program's arguments, by kind.
+      available: bytes that the compiler said a device has, when it refused the program; NaN otherwise.
+    """
+
+    program: jax.stages.Compiled | None
+    memory: dict[str, float]
+    available: float
+
+
+def compile_program(
+    lowered: jax.stages.Lowered, arguments: float, options: dict[str, Any] | None = None
+) -> Compiled:
+    """Compiles a program and reads what it needs, also from the compiler's refusal.
+
+    Args:
+      lowered: the program.
+      arguments: bytes of its arguments on one device (`bytes_of`).
+      options: of the compiler.
+    """
+    try:
+        program = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        found = too_large(str(error))
+        if found is None:
+            raise
+        needed, available, is_whole = found
+        temporaries = max(0.0, needed - (arguments if is_whole else 0.0))
+        return Compiled(None, {"temporaries": temporaries}, available)
+    stats: Any = program.memory_analysis()
+    memory = {
+        "temporaries": float(stats.temp_size_in_bytes),
+        "outputs, not in place": float(stats.output_size_in_bytes - stats.alias_size_in_bytes),
+        "program": float(stats.generated_code_size_in_bytes),
+    }
+    return Compiled(program, memory, math.nan)
 
 
 def chosen(config: Config, stage: str) -> dict[str, Any]:
-    """The values of the keys that can be chosen: arguments of `with_choice`."""
+    """The keys of a stage that can be chosen, by their full names, with their values."""
     steps = getattr(config, stage).training.accumulation_steps
-    return {"accumulation_steps": steps, "remat": config.lm.model.remat}
+    values = {f"{stage}.training.accumulation_steps": steps}
+    return values | ({"lm.model.remat": config.lm.model.remat} if stage == "lm" else {})
+
+
+def is_automatic(config: Config, stage: str) -> bool:
+    """Whether a key of the stage is to be chosen."""
+    return any(value in (0, "auto") for value in chosen(config, stage).values())
 
 
 def asked(config: Config, stage: str) -> dict[str, Any]:
@@ -99,20 +142,17 @@ def asked(config: Config, stage: str) -> dict[str, Any]:
     return {"asked": chosen(config, stage), "attention": config.lm.model.attention}
 
 
-def named(config: Config, stage: str) -> dict[str, Any]:
-    """The keys that can be chosen for a stage, by their full names, with their values."""
-    values = chosen(config, stage)
-    names = {f"{stage}.training.accumulation_steps": values["accumulation_steps"]}
-    return names | ({"lm.model.remat": values["remat"]} if stage == "lm" else {})
+def with_choice(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with these values of keys by their full names."""
 
+    def replaced(section: Any, path: str, value: Any) -> Any:
+        name, _, rest = path.partition(".")
+        new = replaced(getattr(section, name), rest, value) if rest else value
+        return dataclasses.replace(section, **{name: new})
 
-def with_choice(config: Config, stage: str, accumulation_steps: int, remat: str) -> Config:
-    """The config with these values for the keys that can be chosen."""
-    section = getattr(config, stage)
-    training = dataclasses.replace(section.training, accumulation_steps=accumulation_steps)
-    config = dataclasses.replace(config, **{stage: dataclasses.replace(section, training=training)})
-    model = dataclasses.replace(config.lm.model, remat=remat)
-    return dataclasses.replace(config, lm=dataclasses.replace(config.lm, model=model))
+    for path, value in values.items():
+        config = replaced(config, path, value)
+    return config
 
 
 def candidates(
@@ -124,17 +164,15 @@ def candidates(
     """
     training = getattr(config, stage).training
     shards = num_row_shards(mesh)
-    parts = (
-        [training.accumulation_steps]
-        if training.accumulation_steps
-        else [
-            number
-            for number in range(1, training.batch_size // shards + 1)
-            if training.batch_size % (number * shards) == 0
-        ]
-    )
-    automatic = stage == "lm" and config.lm.model.remat == "auto"
-    ways = ("none", "full") if automatic else (config.lm.model.remat,)
+    numbers = [
+        number
+        for number in range(1, training.batch_size // shards + 1)
+        if training.batch_size % (number * shards) == 0
+    ]
+    # What stands for a choice, and the values to choose from.
+    automatic: dict[Any, Sequence[Any]] = {0: numbers, "auto": ("none", "full")}
+    given = chosen(config, stage)
+    values = itertools.product(*(automatic.get(value, [value]) for value in given.values()))
     tokens = training.batch_size * getattr(config, stage).data.block_tokens
 
     def traffic(number: int) -> float:
@@ -154,7 +192,7 @@ def candidates(
             seconds = max(computing / (mesh.size * rates.flops), exchange)
         return seconds, again > 0, number
 
-    every = [with_choice(config, stage, number, remat) for remat in ways for number in parts]
+    every = [with_choice(config, dict(zip(given, some, strict=True))) for some in values]
     return sorted(every, key=cost)
 
 
@@ -211,10 +249,12 @@ class FittedStep(NamedTuple):
 
     Attributes:
       config: the recipe, with its automatic keys chosen.
+      need: what the step needs.
       compiled: the step.
     """
 
     config: Config
+    need: Need
     compiled: jax.stages.Compiled
 
 
@@ -239,54 +279,35 @@ def fit_here(
     Raises:
       AgreedError: if no candidate fits.
     """
-    compiled: dict[Config, jax.stages.Compiled] = {}
+    # Of the candidate that was measured last.
+    programs: list[jax.stages.Compiled | None] = []
     began = time.monotonic()
 
     def measure(one: Config) -> Need:
-        compiled.clear()
+        programs.clear()
         task, _, optimizer = stage_of(one, stage, words)
         section = getattr(one, stage)
         program = step_program(
             task, optimizer, section.training, section.data, frozen, key, words.pad_id, mesh
         )
-        try:
-            compiled[one] = program.step.lower(*program.arguments).compile()
-        except jax.errors.JaxRuntimeError as error:
-            # TPUs' compiler refuses a program that does not fit.
-            found = too_large(str(error))
-            if found is None:
-                raise
-            needed, _, is_whole = found
-            arguments = bytes_of(program.arguments)
-            return Need(arguments, needed - arguments if is_whole else needed)
-        return need_of(compiled[one])
+        arguments = bytes_of(program.arguments)
+        compiled = compile_program(program.step.lower(*program.arguments), arguments)
+        programs.append(compiled.program)
+        return Need(arguments, sum(compiled.memory.values()))
 
     device = jax.local_devices()[0]
     rates = accelerator(device.device_kind, mesh.size)
     available = memory_here() * (_SHARE_OF_HOST if device.platform == "cpu" else SHARE)
     every = candidates(config, stage, mesh, words.vocab_size, rates)
     found = fit_to_memory(every, stage, available, measure)
-    values = ", ".join(f"{name}={value}" for name, value in named(found.config, stage).items())
+    values = ", ".join(f"{name}={value}" for name, value in chosen(found.config, stage).items())
     size = f"{found.need.total / 2**30:.2f} GiB of {available / 2**30:.2f} GiB a device"
-    if not found.fits:
+    [program] = programs
+    if not found.fits or program is None:
         raise multihost.AgreedError(
             f"{stage}: a training step does not fit into memory: {values} needs {size}. More devices along mesh.fsdp (now "
             f"{mesh.shape['fsdp']}) split parameters and optimizer; these keys given by hand are taken as they are"
         )
     seconds = time.monotonic() - began
     print(f"{stage}: {values}, {size} (compiled in {seconds:.0f} s)", flush=True)
-    return FittedStep(found.config, compiled[found.config])
-
-
-def need_of(program: jax.stages.Compiled) -> Need:
-    """What a compiled step needs, by the compiler's analysis."""
-    stats: Any = program.memory_analysis()
-    return Need(
-        float(stats.argument_size_in_bytes),
-        float(
-            stats.temp_size_in_bytes
-            + stats.output_size_in_bytes
-            - stats.alias_size_in_bytes
-            + stats.generated_code_size_in_bytes
-        ),
-    )
+    return FittedStep(found.config, found.need, program)

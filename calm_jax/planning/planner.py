@@ -14,7 +14,7 @@ from calm_jax.cost import flops, sizes
 from calm_jax.data.tokenizers import Vocabulary, vocabulary
 from calm_jax.errors import UserError
 from calm_jax.parallel.mesh import MeshConfig, make_mesh
-from calm_jax.planning import fitting, hlo
+from calm_jax.planning import fitting, hlo, memory_traffic
 from calm_jax.planning.result import Plan, Traffic
 from calm_jax.planning.topology import Topology
 from calm_jax.training.step import check_batches, step_program
@@ -88,7 +88,7 @@ def prepare(config: Config, stage: str, topology: Topology) -> Lowered:
 
 # XLA's options by platform. Without a GPU, kernels cannot be autotuned, and some that only autotuning selects do not
 # compile.
-_OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}}
+COMPILER_OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}}
 
 
 def compile_plan(lowered: Lowered) -> Plan:
@@ -97,31 +97,22 @@ def compile_plan(lowered: Lowered) -> Plan:
     section, vocab_size = getattr(config, stage), lowered.vocabulary.vocab_size
     accelerator, num_devices = topology.accelerator, topology.num_devices
     tokens = section.training.batch_size * section.data.block_tokens
-    options = _OPTIONS.get(topology.platform)
-    xla_flops = math.nan
+    options = COMPILER_OPTIONS.get(topology.platform)
+    xla_flops, moved = math.nan, math.nan
     collectives: dict[str, Traffic] = {}
     unknown: tuple[str, ...] = ()
-    memory, available = dict(lowered.arguments), topology.memory
-    try:
-        program = lowered.lower().compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        found = fitting.too_large(str(error))
-        if found is None:
-            raise
-        needed, available, is_whole = found
-        known = sum(memory.values()) if is_whole else 0.0
-        memory["temporaries"] = max(0.0, needed - known)
-    else:
-        stats = program.memory_analysis()
-        memory["temporaries"] = float(stats.temp_size_in_bytes)
-        memory["outputs, not in place"] = float(
-            stats.output_size_in_bytes - stats.alias_size_in_bytes
-        )
-        memory["program"] = float(stats.generated_code_size_in_bytes)
+    arguments = sum(lowered.arguments.values())
+    program, rest, available = fitting.compile_program(lowered.lower(), arguments, options)
+    memory = lowered.arguments | rest
+    if program is not None:
+        available = topology.memory
         # Not every compiler has a cost analysis.
         xla_flops = float((program.cost_analysis() or {"flops": math.nan})["flops"])
-        read = hlo.Program.of(program.as_text())
+        text = program.as_text()
+        assert text is not None
+        read = hlo.Program.of(text)
         unknown = read.runs()[1]
+        moved = memory_traffic.bytes_moved(read)
         for one in read.collectives(num_devices):
             before = collectives.get(one.kind, Traffic(0, 0.0))
             collectives[one.kind] = Traffic(before.count + one.times, before.bytes + one.moved)
@@ -142,7 +133,7 @@ def compile_plan(lowered: Lowered) -> Plan:
         parameters=sizes.trained(config, stage, vocab_size),
         frozen=sizes.frozen(config, stage, vocab_size),
         state_bytes=sizes.state_bytes(config, stage, vocab_size),
-        chosen=fitting.named(config, stage),
+        chosen=fitting.chosen(config, stage),
         tokens=tokens,
         flops=per_token * tokens,
         recomputed=flops.recomputed(config, stage, vocab_size, mesh["data"] * mesh["fsdp"])
@@ -151,6 +142,7 @@ def compile_plan(lowered: Lowered) -> Plan:
         memory=memory,
         needed=sum(memory.values()),
         available=available,
+        memory_traffic=moved,
         collectives=collectives,
         ideal_traffic=ideal,
         unknown_loops=unknown,
@@ -231,32 +223,27 @@ def fit(
       The sizes that were tried; the last one fits if its `why_not` is empty.
     """
     tries: list[Try] = []
+
+    def compile_unless_too_large(lowered: Lowered) -> Plan:
+        least, has = sum(lowered.arguments.values()), lowered.topology.memory
+        if least > has:
+            raise UserError(
+                f"{least / 2**30:.1f} GiB of parameters and state, of {has / 2**30:.1f} GiB"
+            )
+        return compile_step(lowered)
+
     for topology in sizes_of_family:
-        tensor = max(1, config.mesh.tensor)
-        mesh = MeshConfig(data=1, fsdp=-1, tensor=tensor)
+        mesh = MeshConfig(data=1, fsdp=-1, tensor=max(1, config.mesh.tensor))
         one = dataclasses.replace(config, mesh=mesh)
         try:
-            tries.append(_try(one, stage, topology, compile_step))
+            plan = plan_for(one, stage, topology, compile_unless_too_large)
+            tries.append(Try(topology, plan, "" if plan.fits else _shortage(plan)))
         except UserError as error:
             tries.append(Try(topology, None, str(error)))
         note(f"{topology}: {tries[-1].why_not or 'fits'}")
         if not tries[-1].why_not:
             break
     return tries
-
-
-def _try(
-    config: Config, stage: str, topology: Topology, compile_step: Callable[[Lowered], Plan]
-) -> Try:
-    # The arguments do not depend on the number of microbatches.
-    steps = getattr(config, stage).training.accumulation_steps or 1
-    whole = fitting.with_choice(config, stage, steps, config.lm.model.remat)
-    least, has = sum(prepare(whole, stage, topology).arguments.values()), topology.memory
-    if least > has:
-        why = f"{least / 2**30:.1f} GiB of parameters and state, of {has / 2**30:.1f} GiB"
-        return Try(topology, None, why)
-    plan = plan_for(config, stage, topology, compile_step)
-    return Try(topology, plan, "" if plan.fits else _shortage(plan))
 
 
 def _shortage(plan: Plan) -> str:

@@ -14,6 +14,24 @@ class Traffic:
     bytes: float
 
 
+def limits(
+    accelerator: Accelerator, computed: float, moved: float, received: float
+) -> dict[str, float]:
+    """Seconds that a program takes at least, by what limits it, at the peak rates.
+
+    Args:
+      accelerator: one device's rates.
+      computed: FLOPs of one device.
+      moved: bytes that one device reads from and writes to its memory.
+      received: bytes that one device receives from others.
+    """
+    return {
+        "compute": computed / accelerator.flops,
+        "memory bandwidth": moved / accelerator.bandwidth,
+        "network": received / accelerator.interconnect,
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What one training step takes on given hardware.
@@ -33,6 +51,8 @@ class Plan:
       memory: bytes of one device by kind.
       needed: the sum of `memory`; also known for a step that does not fit.
       available: bytes of one device that a program may use.
+      memory_traffic: bytes that each device reads from and writes to its memory in a step (`calm_jax.planning.memory_traffic`);
+        NaN for a step that does not fit.
       collectives: by kind; empty for a step that does not fit.
       ideal_traffic: bytes that a device would receive in ideal FSDP (`calm_jax.cost.sizes.fsdp_traffic`).
       unknown_loops: loops whose number of iterations was not found and was taken as 1 for `collectives`.
@@ -55,6 +75,7 @@ class Plan:
     memory: dict[str, float]
     needed: float
     available: float
+    memory_traffic: float
     collectives: dict[str, Traffic]
     ideal_traffic: float
     unknown_loops: tuple[str, ...]
@@ -71,13 +92,20 @@ class Plan:
         """Bytes that each device receives in a step."""
         return sum(kind.bytes for kind in self.collectives.values())
 
-    def seconds(self, efficiency: float) -> float:
-        """Duration of a step at `efficiency` times the peak rates.
+    @property
+    def limits(self) -> dict[str, float]:
+        """Seconds that a step takes at least, by what limits it, at the peak rates."""
+        computed = (self.flops + self.recomputed) / self.num_devices
+        return limits(self.accelerator, computed, self.memory_traffic, self.traffic)
 
-        It is the longer of computing and communication, which overlap.
-        """
-        computing = (self.flops + self.recomputed) / (self.num_devices * self.accelerator.flops)
-        return max(computing, self.traffic / self.accelerator.interconnect) / efficiency
+    @property
+    def limit(self) -> str:
+        """The one of `limits` that takes longest."""
+        return max(self.limits, key=lambda name: self.limits[name])
+
+    def seconds(self, efficiency: float) -> float:
+        """Duration of a step at `efficiency` times the peak rates: that of its `limit`, if the three overlap."""
+        return self.limits[self.limit] / efficiency
 
     def hours(self, efficiency: float) -> float:
         """Duration of all steps in hours."""

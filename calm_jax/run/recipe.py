@@ -138,7 +138,8 @@ class Run:
         step = multihost.broadcast(checkpoint.latest_step(workdir.checkpoints(name)))
         if step is not None and step >= getattr(config, name).training.num_steps:
             # No step is left, and any choice will do.
-            return fitting.with_choice(config, name, accumulation_steps=1, remat="none"), None
+            vocab_size = self.tokenizer.vocab_size
+            return fitting.candidates(config, name, mesh, vocab_size, rates=None)[0], None
         devices = {
             "kind": jax.devices()[0].device_kind,
             "mesh": dict(mesh.shape),
@@ -147,7 +148,7 @@ class Run:
         chosen = multihost.run_on_all(lambda: workdir.memory_choice(name, devices))
         chosen = multihost.broadcast(chosen)
         if chosen is not None:
-            return fitting.with_choice(config, name, **chosen), None
+            return fitting.with_choice(config, chosen), None
         key = training_key(config.seed, name)
         fitted = fitting.fit_here(config, name, self.tokenizer, frozen, key, mesh)
         stored = fitting.chosen(fitted.config, name)

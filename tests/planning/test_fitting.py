@@ -58,10 +58,10 @@ def test_given_values_are_the_only_candidates():
         (4, "none"),
         (4, "full"),
     ]
-    assert not fitting.is_automatic(fitting.with_choice(config, "lm", 4, "dots"), "lm")
+    assert not fitting.is_automatic(fitting.with_choice(config, {"lm.model.remat": "dots"}), "lm")
     # The autoencoder has no layers to recompute.
-    both = chosen(fitting.candidates(config, "autoencoder", mesh, 128257, None), "autoencoder")
-    assert {way for _, way in both} == {"auto"}
+    both = fitting.candidates(config, "autoencoder", mesh, 128257, None)
+    assert {one.lm.model.remat for one in both} == {"auto"}
 
 
 def test_the_first_candidate_that_fits_is_taken_without_compiling_hopeless_ones():
@@ -105,11 +105,11 @@ def test_a_step_is_fitted_into_the_memory_of_this_machine(tiny, monkeypatch, cap
     with jax.set_mesh(mesh):
         whole = fitting.fit_here(config, "lm", words, frozen, key, mesh)
         assert chosen([whole.config]) == [(1, "none")]
-        need = fitting.need_of(whole.compiled)
+        need = whole.need
         # Room for three quarters of that.
         monkeypatch.setattr(fitting, "memory_here", lambda: 1.5 * need.total)
         less = fitting.fit_here(config, "lm", words, frozen, key, mesh)
-        assert fitting.need_of(less.compiled).total <= 0.75 * need.total
+        assert less.need.total <= 0.75 * need.total
         assert chosen([less.config])[0][0] > 1
         assert "lm.training.accumulation_steps=" in capsys.readouterr().out
         monkeypatch.setattr(fitting, "memory_here", lambda: 0.1 * need.arguments)

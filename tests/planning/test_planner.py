@@ -104,6 +104,7 @@ def a_plan(needed: float, available: float, **changes) -> Plan:
         "memory": {"parameters": needed, "optimizer": 0.0, "frozen": 0.0},
         "needed": needed,
         "available": available,
+        "memory_traffic": 100e9,
         "collectives": {"all-gather": Traffic(3, 100e9)},
         "ideal_traffic": 50e9,
         "unknown_loops": (),
@@ -114,14 +115,17 @@ def a_plan(needed: float, available: float, **changes) -> Plan:
     return Plan(**values | changes)
 
 
-def test_a_step_takes_the_longer_of_computing_and_communication():
+def test_a_step_takes_as_long_as_its_slowest_limit():
     computing = a_plan(1, 2)
+    assert computing.limit == "compute"
     assert computing.seconds(1) == pytest.approx(1)
     assert computing.seconds(0.5) == pytest.approx(2)
     assert computing.utilisation(0.5) == pytest.approx(0.5)
     exchanging = a_plan(1, 2, collectives={"all-gather": Traffic(1, 800e9)})
-    assert exchanging.seconds(1) == pytest.approx(4)
+    assert (exchanging.limit, exchanging.seconds(1)) == ("network", pytest.approx(4))
     assert exchanging.utilisation(1) == pytest.approx(0.25)
+    moving = a_plan(1, 2, memory_traffic=2 * 819e9)
+    assert (moving.limit, moving.seconds(1)) == ("memory bandwidth", pytest.approx(2))
     # Recomputation takes time and does not count as utilisation.
     again = a_plan(1, 2, recomputed=4 * 197e12)
     assert (again.seconds(1), again.utilisation(1)) == pytest.approx((2, 0.5))
@@ -149,7 +153,7 @@ def test_needed_memory_is_read_from_the_compilers_error(message, found):
 
 def given(config: Config) -> Config:
     """The config with values for its automatic keys."""
-    return with_choice(config, "lm", accumulation_steps=1, remat="none")
+    return with_choice(config, {"lm.training.accumulation_steps": 1, "lm.model.remat": "none"})
 
 
 @pytest.fixture

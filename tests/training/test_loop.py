@@ -377,7 +377,7 @@ def test_mfu_is_achieved_flops_over_the_devices_peak(tmp_path, monkeypatch):
         return [record for record in log.records if record["split"] == "train"]
 
     assert all("mfu" not in record for record in logged("cpu"))
-    known = Accelerator(flops=1e12, memory=1e9, interconnect=1e9)
+    known = Accelerator(flops=1e12, memory=1e9, bandwidth=1e9, interconnect=1e9)
     monkeypatch.setattr(train_lib, "accelerator", lambda _: known)
     for record in logged("known"):
         # All 64 tokens of a step are text.

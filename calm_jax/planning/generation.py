@@ -1,0 +1,230 @@
+"""Plans generation on hardware that this machine lacks: prefill and decode are compiled for it, and bounded on paper.
+
+A chunk of K tokens takes at least as long as reading every weight and the whole cache once, and as computing its FLOPs.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from calm_jax.build import make_autoencoder_task, make_lm_task
+from calm_jax.config import Config
+from calm_jax.cost import flops, sizes
+from calm_jax.data.tokenizers import vocabulary
+from calm_jax.models.layers import in_compute_dtype
+from calm_jax.parallel.mesh import adapted, make_mesh, num_row_shards, shardings
+from calm_jax.planning import fitting, hlo, memory_traffic
+from calm_jax.planning.planner import COMPILER_OPTIONS
+from calm_jax.planning.result import limits
+from calm_jax.planning.topology import Topology
+from calm_jax.sampling.config import SamplerConfig
+from calm_jax.sampling.decode import decode, prefill, with_room
+from calm_jax.sampling.exact import pool_sizes
+
+# The batches and temperatures that are planned.
+BATCHES, TEMPERATURES = (1, 8, 64), (1.0, 0.5)
+# Prompts that are read together have at most this many chunks.
+_CHUNKS_READ_TOGETHER = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodePlan:
+    """What one chunk of every row of a batch takes on given hardware.
+
+    Attributes:
+      batch: rows, a multiple of the parts into which the mesh splits rows.
+      temperature: T.
+      draws: latents that are drawn and decoded for each chunk. At T < 1 these are the fewest that the sampler makes; the
+        autoregressive baseline makes one.
+      tokens: new tokens of all rows.
+      limits: seconds at least, by what limits the chunk, at the peak rates: FLOPs on paper, weights and cache read once, and
+        the compiled program's collectives (NaN if it does not fit), each loop over draws counted once.
+      one_pass: bytes of weights and cache that each device reads.
+      moved: bytes that the compiled program moves. NaN if it does not fit, and at T < 1, where the number of iterations of
+        its loops depends on the draws.
+      prefill: bytes of one device that reading prompts of half the context needs.
+      needed: bytes of one device that decoding needs; NaN if the prefill does not fit.
+      available: bytes of one device that a program may use.
+    """
+
+    batch: int
+    temperature: float
+    draws: int
+    tokens: int
+    limits: dict[str, float]
+    one_pass: float
+    moved: float
+    prefill: float
+    needed: float
+    available: float
+
+    @property
+    def fits(self) -> bool:
+        return self.prefill <= self.available and self.needed <= self.available
+
+    @property
+    def limit(self) -> str:
+        """The one of `limits` that takes longest."""
+        return max(self.limits, key=lambda name: self.limits[name])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """At most, over all rows."""
+        return self.tokens / self.limits[self.limit]
+
+
+class _Compiled(NamedTuple):
+    """A compiled program (None if it does not fit), the shapes of its results, and the bytes of one device it needs."""
+
+    program: jax.stages.Compiled | None
+    results: Any
+    needed: float
+
+
+def _compile(topology: Topology, mesh: Mesh, function: Any, **arguments: Any) -> _Compiled:
+    with jax.set_mesh(mesh), topology.answering():
+        lowered = function.lower(**arguments)
+    leaves = jax.tree.leaves(arguments)
+    held = fitting.bytes_of([one for one in leaves if isinstance(one, jax.ShapeDtypeStruct)])
+    options = COMPILER_OPTIONS.get(topology.platform)
+    program, memory, _ = fitting.compile_program(lowered, held, options)
+    results = None
+    if program is not None:
+        results = jax.tree.map(
+            lambda one, sharding: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding),
+            lowered.out_info,
+            program.output_shardings,
+        )
+    return _Compiled(program, results, held + sum(memory.values()))
+
+
+def plan_decode(config: Config, topology: Topology, batch: int, temperature: float) -> DecodePlan:
+    """Compiles prefill and decode for `batch` rows with a cache for the whole context, on all devices of `topology`.
+
+    Args:
+      config: the recipe; its mesh is adapted to the number of devices, as in generation.
+      topology: the hardware.
+      batch: rows; rounded up to a multiple of the parts into which the mesh splits rows.
+      temperature: T.
+
+    Raises:
+      UserError: if the compiler is not installed, or the options in `config.sample` cannot be computed at T.
+    """
+    sampler = dataclasses.replace(config.sample.sampler_config, temperature=temperature)
+    if config.has_autoencoder:
+        sampler.check_latent_head()
+    mesh = make_mesh(adapted(config.mesh, topology.num_devices), topology.devices())
+    ways, num_chunks = num_row_shards(mesh), config.lm.data.block_tokens // config.chunk_size
+    batch = -(-batch // ways) * ways
+    words = vocabulary(config.tokenizer)
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
+
+    def split(shapes: Any) -> Any:
+        return jax.tree.map(
+            lambda one, sharding: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding),
+            shapes,
+            shardings(shapes, mesh),
+        )
+
+    key = jax.random.key(0)
+    task = make_lm_task(config, words, config.eval.published)
+    params = jax.eval_shape(lambda: in_compute_dtype(task.init(key), config.compute_dtype))
+    model = {"bind": task.bind, "params": split(params), "frozen": {}}
+    if config.has_autoencoder:
+        autoencoder = make_autoencoder_task(config, words)
+        model["frozen"] = {"params": split(jax.eval_shape(autoencoder.init, key))}
+    # Prompts of half the context, as many as are read together.
+    length = num_chunks // 2
+    num_read = min(batch, max(ways, _CHUNKS_READ_TOGETHER // length // ways * ways))
+    reading = _compile(
+        topology,
+        mesh,
+        prefill,
+        **model,
+        prompt_BLK=array(jnp.int32, num_read, length, config.chunk_size),
+        length_B=array(jnp.int32, num_read),
+        window=array(jnp.int32),
+        size=length,
+        piece=length,
+    )
+    needed = moved = received = math.nan
+    if reading.program is not None:
+        state = reading.results
+        grown = _compile(topology, mesh, with_room, state=state, batch=batch, size=num_chunks)
+        decoding = _compile(
+            topology,
+            mesh,
+            decode,
+            **model,
+            state=grown.results,
+            key_B=array(key.dtype, batch),
+            limit=array(jnp.int32),
+            num_chunks=1,
+            eos_id=words.pad_id,
+            config=sampler,
+        )
+        needed = decoding.needed
+        if decoding.program is not None:
+            read = hlo.Program.of(decoding.program.as_text() or "")
+            received = sum(one.moved for one in read.collectives(topology.num_devices))
+            moved = memory_traffic.bytes_moved(read) if temperature == 1 else math.nan
+    vocab_size, context = words.vocab_size, config.lm.data.block_tokens
+    draws = _fewest_draws(config, sampler)
+    per_token = flops.inference(config, vocab_size, flops.Count.OURS, context, draws, draws)
+    tokens = batch * config.chunk_size
+    one_pass = _weight_bytes(config, vocab_size) / mesh.shape["tensor"]
+    one_pass += _cache_bytes(config, batch) / topology.num_devices
+    return DecodePlan(
+        batch=batch,
+        temperature=temperature,
+        draws=draws,
+        tokens=tokens,
+        limits=limits(
+            topology.accelerator,
+            computed=sum(per_token.values()) * tokens / topology.num_devices,
+            moved=one_pass,
+            received=received,
+        ),
+        one_pass=one_pass,
+        moved=moved,
+        prefill=reading.needed,
+        needed=needed,
+        available=topology.memory,
+    )
+
+
+def _fewest_draws(config: Config, sampler: SamplerConfig) -> int:
+    """The fewest draws that the sampler makes for a chunk."""
+    if not config.has_autoencoder or sampler.temperature == 1 or sampler.sampler == "noise":
+        return 1
+    if sampler.sampler in ("batch", "published"):
+        return sampler.num_candidates
+    return pool_sizes(sampler.max_draws)[0]
+
+
+def _weight_bytes(config: Config, vocab_size: int) -> float:
+    """Bytes of the weights that a chunk needs. Of the language model's token embeddings only a few rows are read."""
+    unread = ("token embeddings", "token predictor")
+    model = sizes.language_model(config, vocab_size)
+    count = sum(size for name, size in model.items() if name not in unread)
+    weights = float(count * jnp.dtype(config.compute_dtype).itemsize)
+    if config.has_autoencoder:
+        parts = sizes.autoencoder(config, vocab_size)
+        # In float32. The embeddings are the weights of the logits too.
+        weights += 4.0 * (parts["token embeddings"] + parts["decoder"])
+    return weights
+
+
+def _cache_bytes(config: Config, batch: int) -> float:
+    """Bytes of the keys and values of a whole context in `batch` rows."""
+    body = config.lm.model
+    positions = batch * config.lm.data.block_tokens // config.chunk_size
+    each = 2 * body.num_layers * body.num_kv_heads * body.head_size
+    return float(positions * each * jnp.dtype(config.compute_dtype).itemsize)

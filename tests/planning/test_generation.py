@@ -1,0 +1,60 @@
+"""Plans of generation: bytes of one pass on paper are those of the arrays; the command prints bounds for real hardware."""
+
+import contextlib
+import json
+
+import jax
+import pytest
+
+from calm_jax.config import resolve
+from calm_jax.planning.generation import plan_decode
+from calm_jax.planning.topology import Topology
+from configs import quickstart
+from tests.planning.test_planner import need_cuda, plan
+
+
+class Here(Topology):
+    """This machine's CPU with the rates of a v5e."""
+
+    platform = "cpu"
+
+    def devices(self) -> list[jax.Device]:
+        return jax.devices()[:1]
+
+    def answering(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+@pytest.mark.slow
+def test_a_chunk_takes_one_pass_over_the_weights_and_the_cache():
+    config = resolve(quickstart.get_config())
+    one, four = (plan_decode(config, Here("v5e", "1x1"), batch, 1) for batch in (1, 4))
+    body = config.lm.model
+    # Keys and values of the context in float32.
+    positions = config.lm.data.block_tokens // config.chunk_size
+    cache = 2 * body.num_layers * positions * body.num_kv_heads * body.head_size * 4
+    assert four.one_pass - one.one_pass == 3 * cache
+    assert (one.tokens, four.tokens) == (config.chunk_size, 4 * config.chunk_size)
+    # The program has to read all of it; what it needs in memory holds it.
+    assert four.moved > four.one_pass and four.needed > four.one_pass
+    assert four.fits and four.limit == "memory bandwidth"
+    assert four.tokens_per_second == pytest.approx(four.tokens * 819e9 / four.one_pass)
+    # Below T = 1 more draws are decoded, and nothing else changes.
+    half = plan_decode(config, Here("v5e", "1x1"), 4, 0.5)
+    assert (one.draws, half.draws) == (1, 16) and half.one_pass == four.one_pass
+    assert half.limits["compute"] > 4 * four.limits["compute"]
+
+
+@pytest.mark.slow
+@need_cuda
+def test_generation_is_planned_for_a_gpu(tmp_path):
+    output = f"--output={tmp_path / 'plan.json'}"
+    recipe = "--config=configs/quickstart.py"
+    done = plan(recipe, "--topology=h100:1", "--stage=generate", output)
+    assert done.returncode == 0, done.stderr
+    plans = json.loads((tmp_path / "plan.json").read_text())["plans"]
+    assert [(one["batch"], one["temperature"]) for one in plans] == [
+        (batch, temperature) for batch in (1, 8, 64) for temperature in (1, 0.5)
+    ]
+    assert all(one["fits"] and one["moved"] != 0 for one in plans)
+    assert "tokens/s" in done.stdout
