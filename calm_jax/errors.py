@@ -2,12 +2,18 @@
 
 import difflib
 
+_LONGEST_MESSAGE = 1500
+
 
 class UserError(Exception):
     """Bad input. The message is one line with the flag, key or file, its value, and what to do instead.
 
-    Commands print it without a traceback and exit with status 2.
+    Commands print it without a traceback and exit with status 2. Line breaks and the end of a very long line come from what was
+    read, which a message may quote; they are left out.
     """
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.splitlines())[:_LONGEST_MESSAGE])
 
 
 class Interrupted(BaseException):

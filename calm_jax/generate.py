@@ -19,7 +19,7 @@ from typing import Any
 from absl import app, flags
 
 from calm_jax.cli import progress
-from calm_jax.cli.files import local_path, write_atomically
+from calm_jax.cli.files import local_path, read_text, write_atomically
 from calm_jax.cli.flags import parse_flags
 from calm_jax.cli.output import new_file
 from calm_jax.errors import UserError
@@ -88,19 +88,9 @@ _start_processes = startup.define_flags()
 def _prompts() -> list[Prompt]:
     prompts: list[Prompt] = list(_PROMPT.value)
     if _PROMPTS_FILE.value:
-        path = pathlib.Path(_PROMPTS_FILE.value)
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except OSError as error:
-            raise UserError(
-                f"--prompts_file={_PROMPTS_FILE.value!r} cannot be read: {error.strerror}"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"--prompts_file={_PROMPTS_FILE.value!r}: byte {error.start} is not valid UTF-8"
-            ) from error
+        text = read_text(_PROMPTS_FILE.value, "--prompts_file")
         lines = text.removesuffix("\n").split("\n")
-        if path.suffix == ".jsonl":
+        if pathlib.Path(_PROMPTS_FILE.value).suffix == ".jsonl":
             prompts += [_prompt_of(line, number) for number, line in enumerate(lines, 1)]
         else:
             prompts += lines

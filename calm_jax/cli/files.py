@@ -1,16 +1,26 @@
-"""Atomic writes: a file or folder appears under its name only when it is complete."""
+"""Bounded reads of regular files, and atomic writes: a file or folder appears under its name only when it is complete."""
 
+import errno
+import json
 import math
 import os
 import pathlib
 import re
 import shutil
+import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from calm_jax.cli.ownership import LOCK, owned
 from calm_jax.errors import UserError
+
+# Largest JSON file in bytes: far above what any has, far below what would fill the memory.
+_MOST_JSON_BYTES = 2**26
+# The same of other files that are read whole.
+_MOST_BYTES = 2**30
+# Bytes read at once.
+_PIECE = 2**20
 
 
 def local_path(name: str, flag: str) -> pathlib.Path:
@@ -24,6 +34,55 @@ def local_path(name: str, flag: str) -> pathlib.Path:
             "afterwards"
         )
     return pathlib.Path(name)
+
+
+def read_file(path: pathlib.Path, most: int = _MOST_BYTES) -> bytes:
+    """The content of a regular file of at most `most` bytes.
+
+    Raises `OSError` for anything else: a pipe or a device might never end.
+    """
+    # A pipe that nobody writes to would block an ordinary open.
+    with open(path, "rb", opener=lambda name, mode: os.open(name, mode | os.O_NONBLOCK)) as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "it is no file", str(path))
+        if about.st_size > most:
+            reason = f"it has {about.st_size} bytes, and at most {most} are read"
+            raise OSError(errno.EFBIG, reason, str(path))
+        return file.read(about.st_size)
+
+
+def read_text(name: str, flag: str) -> str:
+    """The UTF-8 text of the file, or pipe, that a flag names; a byte order mark at its beginning is left out.
+
+    Raises `UserError` if it cannot be read, is not valid UTF-8 or has more than 1 GiB.
+    """
+    data = bytearray()
+    try:
+        with open(name, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            while size <= _MOST_BYTES and (part := file.read(_PIECE)):
+                data += part
+                size = max(size, len(data))
+        if size > _MOST_BYTES:
+            raise UserError(f"{flag}={name!r} has more than {_MOST_BYTES >> 20} MiB")
+        return data.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise UserError(f"{flag}={name!r}: byte {error.start} is not valid UTF-8") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{flag}={name!r} cannot be read: {reason}") from error
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """The JSON value in a regular file. Raises `OSError` if it cannot be read, `ValueError` if it is malformed."""
+    try:
+        return json.loads(read_file(path, _MOST_JSON_BYTES).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        # Its own text has the whole content.
+        raise ValueError(f"byte {error.start} is not valid UTF-8") from error
+    except RecursionError as error:
+        raise ValueError("too many levels of lists and objects") from error
 
 
 def sync(path: pathlib.Path) -> None:

@@ -80,6 +80,9 @@ def find_files(globs: str, key: str) -> list[str]:
             raise UserError(
                 f"{key}: {file} is a folder: name the files in it, as in {file}/*.jsonl"
             )
+        # A pipe can be read only once, and a device may never end.
+        if "://" not in file and not os.path.isfile(file):
+            raise UserError(f"{key}: {file} is no file")
         if format_of(file) is None:
             raise UserError(
                 f"{key}: {file} is none of {', '.join(_FORMATS)}, nor .gz or .zst of the first three"

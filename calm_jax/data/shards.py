@@ -21,6 +21,7 @@ from typing import IO
 
 import numpy as np
 
+from calm_jax.cli.files import read_json
 from calm_jax.data.packing import MASKED, document_blocks
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from calm_jax.errors import UserError
@@ -276,7 +277,7 @@ class PreparedText:
 def _read_index(folder: pathlib.Path) -> dict:
     path = folder / INDEX
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = read_json(path)
         known = index["format"]
         shards = [(s["name"], s["documents"], s["tokens"], s["sha256"]) for s in index["shards"]]
         total = sum(tokens for _, _, tokens, _ in shards)

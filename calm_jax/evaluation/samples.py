@@ -12,7 +12,6 @@ R references, S samples of one of them.
 import collections
 import dataclasses
 import json
-import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 
 from calm_jax import brier
 from calm_jax.brier import ORDERS
+from calm_jax.cli.files import read_text
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 
@@ -57,13 +57,7 @@ class Reference:
 
 def _records(path: str, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where each record of a file is, for messages, and the record. Raises `UserError` for a line that is no object."""
-    try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise UserError(f"{flag}={path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{flag}={path}: byte {error.start} is not valid UTF-8") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, flag).split("\n"), 1):
         if not line.strip():
             continue
         where = f"{flag}={path}, line {number}"

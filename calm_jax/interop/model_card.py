@@ -1,9 +1,8 @@
 """The README.md of an exported model: what is known of it, and headings for what its author knows."""
 
-import json
-
 from calm_jax.config import Config
 from calm_jax.run import report
+from calm_jax.run.run_files import STAGES, RunFiles
 from calm_jax.run.workdir import Workdir
 from calm_jax.training import checkpoint
 
@@ -39,18 +38,21 @@ def _training(config: Config, workdir: Workdir) -> list[str]:
             lines.append(
                 f"* {name}: {steps:,} steps of {batch} x {block:,} tokens, {steps * batch * block:,} tokens in all"
             )
-    for name, text in json.loads(workdir.corpus_path.read_text(encoding="utf-8")).items():
+    for name, text in workdir.stored_corpus().items():
         unit = "tokens" if "tokens" in text else "characters"
         lines.append(f"* text ({name}): {text['documents']:,} documents, {text[unit]:,} {unit}")
     return lines
 
 
 def _scores(config: Config, workdir: Workdir) -> list[str]:
-    try:
-        results = json.loads(workdir.results_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
+    results = {
+        name: values
+        for name, values in RunFiles(workdir).results.items()
+        if name not in STAGES or "step" in values or workdir.is_converted
+    }
     rows = report.rows(results, config, workdir)
+    if not rows:
+        return []
     return ["| | |", "|---|---|", *(f"| {name.strip()} | {value} |" for name, value in rows)]
 
 

@@ -5,7 +5,6 @@ is read only when it is asked for, and its file's pages are released afterwards.
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from calm_jax.cli import files
 from calm_jax.errors import UserError
 from calm_jax.interop.pickled import PickleFile
 
@@ -30,8 +30,6 @@ _SAFETENSORS_DTYPES = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
-# Far above the size of any config or index, far below what would fill the memory.
-_MOST_JSON_BYTES = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +58,9 @@ def is_file(path: pathlib.Path) -> bool:
 
 def read_json(path: pathlib.Path) -> Any:
     """The JSON value in a file. Raises `UserError` if the file is missing, huge or malformed."""
-    if not is_file(path):
-        raise UserError(f"{path} cannot be read: there is no such file")
     try:
-        size = path.stat().st_size
-        if size > _MOST_JSON_BYTES:
-            raise UserError(
-                f"{path} is refused: {size} bytes is too large for a config or an index"
-            )
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return files.read_json(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error})") from error
 
 
@@ -96,7 +87,7 @@ class _SafetensorsFile:
                         )
                     shape = tuple(described.get_shape())
                     self.tensors[name] = TensorInfo(shape, np.dtype(dtype))
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
+        except (OSError, ValueError, MemoryError, safetensors.SafetensorError) as error:
             raise UserError(f"{path} cannot be read ({error})") from error
 
     def _open(self) -> Any:
@@ -106,7 +97,13 @@ class _SafetensorsFile:
         try:
             with self._open() as file:
                 return file.get_tensor(name)
-        except (OSError, ValueError, TypeError, self._library.SafetensorError) as error:
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            MemoryError,
+            self._library.SafetensorError,
+        ) as error:
             raise UserError(f"{self._path}: {name!r} cannot be read ({error})") from error
 
 

@@ -5,7 +5,6 @@ A run may take over parts of other workdirs: initial parameters (`init_from`), o
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from calm_jax.build import check_attention
-from calm_jax.cli.files import local_path
+from calm_jax.cli.files import local_path, read_json
 from calm_jax.config import Config, as_dict, leaves
 from calm_jax.data.corpus import Corpus
 from calm_jax.data.tokenizers import Tokenizer, check_path, make_tokenizer
@@ -156,15 +155,20 @@ def _check_tokenizer_file(config: Config, tokenizer: Tokenizer) -> None:
 def is_finished(config: Config, workdir: Workdir) -> bool:
     """Whether results.json shows that every stage of the config was trained to its last step and scored."""
     try:
-        done = json.loads(workdir.results_path.read_text(encoding="utf-8"))
+        done = read_json(workdir.results_path)
     except (OSError, ValueError):
         return False
+    trained = [
+        name for name in config.stages if not (name == "autoencoder" and config.autoencoder_source)
+    ]
+    if not isinstance(done, dict) or not all(isinstance(done.get(name), dict) for name in trained):
+        return False
+    steps = {name: checkpoint.latest_step(workdir.checkpoints(name)) for name in trained}
     return all(
-        name in done
-        and checkpoint.latest_step(workdir.checkpoints(name)) == done[name]["step"]
-        and done[name]["step"] >= getattr(config, name).training.num_steps
-        for name in config.stages
-        if not (name == "autoencoder" and config.autoencoder_source)
+        step is not None
+        and step == done[name].get("step")
+        and step >= getattr(config, name).training.num_steps
+        for name, step in steps.items()
     )
 
 

@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from calm_jax.cli.files import read_file
 from calm_jax.run.workdir import Workdir
 from calm_jax.training.log import is_number, read_records
 
@@ -213,7 +214,7 @@ def _is_point(point: Any) -> bool:
 def text_of(path: pathlib.Path) -> str:
     """The text of a file, nothing if it is missing."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_file(path).decode("utf-8", "replace")
     except OSError:
         return ""
 

@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from calm_jax.cli.files import empty, write_atomically
+from calm_jax.cli.files import empty, read_json, write_atomically
 from calm_jax.cli.ownership import LOCK, owned
 from calm_jax.config import Config, as_dict, as_json, differing_keys, leaves, resolve
 from calm_jax.data.corpus import Corpus, Source
@@ -177,7 +177,7 @@ class Workdir:
         if not self.exists:
             raise UserError(f"{self.path} is no workdir: it has no config.json")
         try:
-            stored = json.loads(self._config_path.read_text(encoding="utf-8"))
+            stored = read_json(self._config_path)
         except (OSError, ValueError) as error:
             raise UserError(f"{self._config_path} cannot be read ({error})") from error
         return resolve(stored)
@@ -216,13 +216,22 @@ class Workdir:
         if change:
             raise UserError(f"{change}: give another --workdir, or --overwrite")
 
-    def change_of_text(self, corpus: Corpus) -> str:
-        """Says how the text differs from the one that the run began with; empty if it does not."""
+    def stored_corpus(self) -> dict[str, dict[str, Any]]:
+        """The content of corpus.json, as `describe` made it. Raises `UserError` if it cannot be read."""
         path = self.corpus_path
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read ({error})") from error
+            stored = read_json(path)
+            for text in stored.values():
+                counts = text["documents"], text["tokens" if "tokens" in text else "characters"]
+                if any(type(count) is not int for count in counts):
+                    raise ValueError("a count is no whole number")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+        return stored
+
+    def change_of_text(self, corpus: Corpus) -> str:
+        """Says how the text differs from the one that the run began with; empty if it does not."""
+        path, stored = self.corpus_path, self.stored_corpus()
         for split, now in describe(corpus).items():
             # The text of a stage that has not begun is not in corpus.json yet.
             then = stored.get(split, now)
@@ -235,8 +244,7 @@ class Workdir:
 
     def add_corpus(self, corpus: Corpus) -> None:
         """Adds the text of stages that begin now to corpus.json."""
-        path = self.corpus_path
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        path, stored = self.corpus_path, self.stored_corpus()
         now = describe(corpus) | stored
         if now != stored:
             write_atomically(path, json.dumps(now, indent=2) + "\n")
@@ -329,7 +337,7 @@ class Workdir:
         if not self.memory_path.exists():
             return {}
         try:
-            stored = json.loads(self.memory_path.read_text(encoding="utf-8"))
+            stored = read_json(self.memory_path)
             for choice in stored.values():
                 if choice.keys() != {"devices", "chosen"}:
                     raise ValueError("it has other keys than this program writes")

@@ -191,6 +191,10 @@ def _damage(folder: pathlib.Path, step: int | None, reason: str) -> str:
 @contextlib.contextmanager
 def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
     """Makes a `UserError` of every error while a checkpoint is read; Orbax has many kinds of them for damaged files."""
+    for path in (folder / str(step)).rglob("*"):
+        # Reading a pipe might never end.
+        if not path.is_dir() and not path.is_file():
+            raise UserError(_damage(folder, step, f"{path} is no file"))
     try:
         yield
     except Exception as error:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import tensorboardX
 
-from calm_jax.cli.files import nan_to_none, sync, write_atomically
+from calm_jax.cli.files import nan_to_none, read_file, sync, write_atomically
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
 
@@ -92,10 +92,13 @@ class MetricsLog:
 
 
 def read_records(path: pathlib.Path) -> list[dict]:
-    """The records of a metrics.jsonl; none if there is no such file."""
-    if not path.exists():
+    """The records of a metrics.jsonl; none if there is no such file. Raises `UserError` if it cannot be read."""
+    try:
+        lines = read_file(path).decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
         return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     return [record for line in lines if (record := _parse(line)) is not None]
 
 

@@ -3,7 +3,6 @@
 import bisect
 import functools
 import itertools
-import json
 import pathlib
 import shutil
 import time
@@ -13,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from calm_jax.cli.files import read_json
 from calm_jax.data.documents import Document
 from calm_jax.data.packing import PUBLISHED_GROUP, whole_blocks
 from calm_jax.data.prepare.options import Options
@@ -182,7 +182,7 @@ def write_index(
 def _about(shard: pathlib.Path) -> dict:
     """The content of `shard.json`. Raises `UserError` if it or `documents.npy` is missing or damaged."""
     try:
-        about = json.loads((shard / SHARD).read_text(encoding="utf-8"))
+        about = read_json(shard / SHARD)
         bounds = (
             np.load(shard / DOCUMENTS)
             if sha256(shard / DOCUMENTS) == about["sha256"][DOCUMENTS]

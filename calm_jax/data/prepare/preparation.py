@@ -1,12 +1,12 @@
 """The preparation of a whole folder: what an earlier run left in it, the two passes, and the index."""
 
 import functools
-import json
 import pathlib
 import shutil
 from collections.abc import Sequence
 from typing import Any
 
+from calm_jax.cli.files import read_json
 from calm_jax.cli.ownership import LOCK, owned
 from calm_jax.data.prepare import make_shards, scan
 from calm_jax.data.prepare.cluster import Cluster, Progress
@@ -47,7 +47,7 @@ def _differences(output: pathlib.Path, about: dict) -> list[tuple[str, Any, Any]
     if not path.exists():
         return []
     try:
-        then, now = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(about)
+        then, now = _flat(read_json(path)), _flat(about)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read ({error!r}): give another --output") from error
     pairs = [(key, then.get(key), now.get(key)) for key in now | then]

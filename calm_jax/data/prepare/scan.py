@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from calm_jax.cli import files
 from calm_jax.cli.files import write_atomically
 from calm_jax.data.documents import Document, digest_of, read_file
 from calm_jax.data.files import Place, is_seekable
@@ -42,7 +43,7 @@ def write_json(path: pathlib.Path, value: object) -> None:
 def read_json(path: pathlib.Path) -> Any:
     """Reads a file that `write_json` wrote. Raises `UserError` if it is missing or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return files.read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path} cannot be read ({error}): delete {path.parent} and give the same command again"

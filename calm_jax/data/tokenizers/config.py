@@ -1,13 +1,13 @@
 """The tokenizer that a config, a flag or a folder names."""
 
 import dataclasses
-import json
 import os
 import pathlib
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from calm_jax.cli.files import read_file, read_json
 from calm_jax.data.tokenizers.base import ByteTokenizer, Tokenizer
 from calm_jax.data.tokenizers.llama3 import Llama3Tokenizer
 from calm_jax.data.tokenizers.sentencepiece import (
@@ -70,7 +70,7 @@ def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
     check_path(config)
     if config.path:
         try:
-            model = pathlib.Path(config.path).read_bytes()
+            model = read_file(pathlib.Path(config.path))
         except OSError as error:
             raise UserError(
                 f"tokenizer.path={config.path!r} cannot be read: {error.strerror}"
@@ -119,9 +119,9 @@ def open_tokenizer(name: str) -> tuple[Tokenizer, TokenizerConfig]:
 def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
     """Reads the files that `Tokenizer.save` wrote. Raises `UserError` if they are missing or damaged."""
     try:
-        description = json.loads((folder / "description.json").read_text())
+        description = read_json(folder / "description.json")
         kind, fingerprint = KINDS[description["kind"]], description["fingerprint"]
-        tokenizer = kind((folder / "model").read_bytes())
+        tokenizer = kind(read_file(folder / "model"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder} holds no readable tokenizer ({error!r})") from error
     except UserError as error:

@@ -28,7 +28,8 @@ class SentencePieceTokenizer(Tokenizer):
         super().__init__(model)
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
+        # A ValueError for a piece that is not valid UTF-8.
+        except (RuntimeError, ValueError) as error:
             raise UserError("tokenizer: the file is no SentencePiece model") from error
         self.vocab_size = self._processor.get_piece_size()
         self.bos_id = self._processor.bos_id()
