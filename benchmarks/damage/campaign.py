@@ -1,0 +1,237 @@
+"""The campaign: cases of damage for each reader, in processes that are bounded in time and memory."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import random
+import resource
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.damage import damages
+from benchmarks.damage.readers import NO_FILES, READERS, Reader, Refusal
+from calm_jax.errors import UserError
+
+# Bounds of a case. A busy machine needs the more generous one of time; a second is usual.
+_MOST_SECONDS = 60.0
+_MOST_MEMORY = 2**32
+# Characters of a line of error.
+_LONGEST = 1500
+_LINES_OF_ERROR = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """The outcome of a case.
+
+    Attributes:
+      reader, number: name it.
+      kind: of the damage.
+      file: that was damaged.
+      outcome: "right", "other" for another result without an error, "refused", or a fault.
+      detail: of a refusal or a fault.
+      seconds: that it took.
+    """
+
+    reader: str
+    number: int
+    kind: str
+    file: str
+    outcome: str
+    detail: str
+    seconds: float
+
+
+GOOD = ("right", "other", "refused")
+
+
+def _tree(folder: pathlib.Path) -> dict[str, str]:
+    """Every file of a folder with a hash of its content."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file() and not path.is_symlink()
+        else "no file"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def _plan(
+    reader: Reader, name: str, number: int, intact: pathlib.Path, seed: int
+) -> tuple[pathlib.Path, str, random.Random]:
+    """The file and the kind of damage of a case, and the generator of its random numbers."""
+    chance = random.Random(f"{seed} {name} {number}")
+    files = sorted(
+        path.relative_to(intact) for path in intact.glob(reader.damaged) if path.is_file()
+    )
+    kinds = [*damages.OF_BYTES]
+    if name not in NO_FILES:
+        kinds += [kind for kind in damages.OF_FILES if kind not in reader.without]
+    return chance.choice(files), chance.choice(kinds), chance
+
+
+def _read(reader: Reader, folder: pathlib.Path) -> tuple[str, Any]:
+    """The outcome of reading, and the result or the reason."""
+    try:
+        return "result", reader.read(folder)
+    except (UserError, Refusal) as error:
+        line = str(error)
+        if "\n" in line or len(line) > _LONGEST or not line:
+            return "not one line", line[:3000]
+        return "refused", line
+    except BaseException as error:
+        where = traceback.format_exc().splitlines()[-_LINES_OF_ERROR:]
+        return type(error).__name__, "\n".join(where)
+
+
+class _Cases:
+    """A reader with its intact input, in a folder that has also what nobody may touch."""
+
+    def __init__(self, name: str, root: pathlib.Path, seed: int):
+        self._name, self._reader, self._seed = name, READERS[name], seed
+        self._root = root / name.replace(" ", "_")
+        self._intact, self._folder = self._root / "intact", self._root / "case"
+        self._outside = self._root / "outside"
+        if not self._intact.exists():
+            unfinished = self._root / "unfinished"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            self._reader.write(unfinished)
+            unfinished.rename(self._intact)
+            self._outside.mkdir(exist_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.copytree(self._intact, self._folder)
+        self._whole = _tree(self._folder)
+        os.chdir(self._outside)
+        outcome, self._right = _read(self._reader, self._folder)
+        if outcome != "result":
+            raise RuntimeError(f"{name}: the intact input is not read: {outcome}: {self._right}")
+        # Again, now that everything is compiled and imported.
+        _, again = _read(self._reader, self._folder)
+        if again != self._right:
+            raise RuntimeError(f"{name}: the intact input is read differently the second time")
+        self._bound_memory()
+
+    @staticmethod
+    def _bound_memory() -> None:
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + _MOST_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def run(self, number: int) -> Case:
+        file, kind, chance = _plan(self._reader, self._name, number, self._intact, self._seed)
+        path, original = self._folder / file, (self._intact / file).read_bytes()
+        if kind in damages.OF_BYTES:
+            path.write_bytes(damages.OF_BYTES[kind](original, chance))
+        else:
+            others = [one for one in sorted(self._intact.rglob("*")) if one.is_file()]
+            damages.replace(path, kind, others, chance)
+        began = time.monotonic()
+        outcome, found = _read(self._reader, self._folder)
+        seconds = time.monotonic() - began
+        if outcome == "result":
+            same = found == self._right
+            outcome = "right" if same else "wrong result" if self._reader.is_checked else "other"
+            found = "" if same else repr(found)[:300]
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        path.write_bytes(original)
+        written = _tree(self._outside) or {
+            name: x for name, x in _tree(self._folder).items() if self._whole.get(name) != x
+        }
+        if written:
+            outcome, found = "something was written", str(written)
+            shutil.rmtree(self._folder)
+            shutil.copytree(self._intact, self._folder)
+            for one in self._outside.iterdir():
+                one.unlink()
+        return Case(self._name, number, kind, str(file), outcome, str(found), round(seconds, 3))
+
+
+def _child(name: str, root: pathlib.Path, seed: int, numbers: list[int], pipe: int) -> None:
+    """Runs cases in this process, and writes a line for each. Never returns."""
+    with open(root / "log.txt", "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    status = 1
+    try:
+        cases = _Cases(name, root, seed)
+        os.write(pipe, b"ready\n")
+        for number in numbers:
+            os.write(pipe, json.dumps(dataclasses.asdict(cases.run(number))).encode() + b"\n")
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _lines(pipe: int, process: int) -> Iterator[bytes | None]:
+    """The lines that a child writes; None, as the last one, if it takes too long for one, and is killed."""
+    pending = b""
+    # It compiles before its first line.
+    bound = 10 * _MOST_SECONDS
+    while True:
+        ready, _, _ = select.select([pipe], [], [], bound)
+        part = os.read(pipe, 2**16) if ready else b""
+        if not ready:
+            os.kill(process, signal.SIGKILL)
+            yield None
+            return
+        if not part:
+            return
+        pending += part
+        *whole, pending = pending.split(b"\n")
+        for line in whole:
+            yield line
+            bound = _MOST_SECONDS
+
+
+def run(name: str, root: pathlib.Path, seed: int, numbers: list[int]) -> Iterator[Case]:
+    """Yields a `Case` for each number. A reader that ends its process, or hangs, has the others run in a new one."""
+    root.mkdir(parents=True, exist_ok=True)
+    # Drawn once, for all processes.
+    damages.json_values()
+    todo = list(numbers)
+    while todo:
+        reading, writing = os.pipe()
+        process = os.fork()
+        if not process:
+            os.close(reading)
+            _child(name, root, seed, todo, writing)
+        os.close(writing)
+        is_ready, late = False, False
+        for line in _lines(reading, process):
+            if line is None:
+                late = True
+            elif not is_ready:
+                is_ready = True
+            else:
+                yield Case(**json.loads(line))
+                del todo[0]
+        os.close(reading)
+        _, status = os.waitpid(process, 0)
+        if not is_ready:
+            raise UserError(f"{name}: the intact input cannot be read: see {root / 'log.txt'}")
+        if todo:
+            reader, intact = READERS[name], root / name.replace(" ", "_") / "intact"
+            file, kind, _ = _plan(reader, name, todo[0], intact, seed)
+            outcome = "hangs" if late else "ends the process"
+            yield Case(name, todo[0], kind, str(file), outcome, f"status {status}", 0.0)
+            del todo[0]
+
+
+def numbers_of(names: list[str], times: int) -> dict[str, int]:
+    """How many of `times` cases each reader gets, by its share."""
+    total = sum(READERS[name].share for name in names)
+    return {name: max(1, round(times * READERS[name].share / total)) for name in names}
