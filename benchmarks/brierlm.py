@@ -87,9 +87,7 @@ def _measure(arguments: str) -> tuple[int, float, float]:
     @jax.jit
     def prefill(params: Params, frozen: Params) -> tuple[jax.Array, Any]:
         model = task.bind(params, frozen)
-        h_BLD, cache = model.advance(
-            token_BLK[:, :-1], model.empty_cache(rows, num_chunks - 1, num_chunks - 1)
-        )
+        h_BLD, cache = model.advance(token_BLK[:, :-1], model.empty_cache(rows, 0, num_chunks - 1))
         return h_BLD, cache
 
     @jax.jit

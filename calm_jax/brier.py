@@ -153,7 +153,7 @@ def brier_terms(
     memory: Memory | None = documents
     if several:
         window = size if documents is None else documents.window()
-        memory = model.empty_cache(batch, size, window)
+        memory = model.empty_cache(batch, 0, window)
     h_BLD, cache = model.advance(token_BLK[:, :-1], memory)
 
     # Chunks that hold a token of any scored n-gram. Chunk i is predicted from hidden state i - 1.

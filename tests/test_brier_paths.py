@@ -78,7 +78,9 @@ def known_model(chunk_size, exact, table):
         state_BL = jnp.stack(states[1:], axis=1)
         place_BL = memory.length_B[:, None] + jnp.arange(1, len(states))
         rows_B1 = jnp.arange(len(place_BL))[:, None]
-        memory = Seen(memory.state_BS.at[rows_B1, place_BL].set(state_BL), place_BL[:, -1])
+        missing = max(0, len(states) - memory.state_BS.shape[1])
+        state_BS = jnp.pad(memory.state_BS, ((0, 0), (0, missing)))
+        memory = Seen(state_BS.at[rows_B1, place_BL].set(state_BL), place_BL[:, -1])
         return state_BL[..., None].astype(jnp.float32), memory
 
     def empty_cache(batch, size, window):

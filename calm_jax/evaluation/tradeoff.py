@@ -81,7 +81,7 @@ def _read(bind: Bind, params: Any, frozen: Any, token_1LK: Array, documents: Seg
     num_chunks = token_1LK.shape[1] - 1
     model = bind(params, frozen)
     window = num_chunks if documents is None else documents.window()
-    return model.advance(token_1LK[:, :-1], model.empty_cache(1, num_chunks, window))
+    return model.advance(token_1LK[:, :-1], model.empty_cache(1, 0, window))
 
 
 @functools.partial(jax.jit, static_argnames=("bind", "config"))

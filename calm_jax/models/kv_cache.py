@@ -1,9 +1,13 @@
 """The transformer's `memory` argument: a key-value cache, a fork of a cache, or the segment ids of packed documents.
 
-All three are arguments of pure functions, never state of a module; caches and forks are results too. B rows, L new
-chunks, S places of a cache, H query heads, G key-value heads, A features per head.
+All three are arguments of pure functions, never state of a module; caches and forks are results too. Layers only read
+them: a layer attends to its part of a cache and to the new chunks, and the new keys and values of all layers are written
+together, once. So a compiled loop over chunks updates its cache in place, and moves no more of it than it reads.
+B rows, L new chunks, S places of a cache, R query heads of a key-value head, H query heads, G key-value heads, A features
+per head.
 """
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -12,16 +16,43 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-# Keys and values of a whole cache, [layers, B, S, G, A] each; inside a layer [B, S, G, A].
+# Keys and values of the chunks that are being read, [layers, B, L, G, A] each; inside a layer [B, L, G, A].
 Written = tuple[Array, Array]
+# Keys and values that queries attend to, [B, S, G, A] each, and the mask of those that each query sees, bool [B, L, S].
+Part = tuple[Array, Array, Array]
+
+
+def _attend(query_BLHA: Array, parts: list[Part]) -> Array:
+    """Attention with one softmax over all parts, [B, L, H, A]."""
+    batch, length, heads, size = query_BLHA.shape
+    groups = parts[0][0].shape[2]
+    query_BLGRA = query_BLHA.reshape(batch, length, groups, heads // groups, size)
+    scores = []
+    for key_BSGA, _, seen_BLS in parts:
+        score_BGRLS = jnp.einsum(
+            "BLGRA,BSGA->BGRLS", query_BLGRA, key_BSGA, preferred_element_type=jnp.float32
+        )
+        scores.append(jnp.where(seen_BLS[:, None, None], score_BGRLS / math.sqrt(size), -jnp.inf))
+    weight_BGRLS = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    ends = itertools.accumulate(score.shape[-1] for score in scores)
+    mixed_BLGRA = jnp.zeros(query_BLGRA.shape, jnp.float32)
+    for end, (_, value_BSGA, _) in zip(ends, parts, strict=True):
+        mixed_BLGRA += jnp.einsum(
+            "BGRLS,BSGA->BLGRA",
+            weight_BGRLS[..., end - value_BSGA.shape[1] : end].astype(value_BSGA.dtype),
+            value_BSGA,
+            preferred_element_type=jnp.float32,
+        )
+    return mixed_BLGRA.astype(query_BLHA.dtype).reshape(query_BLHA.shape)
 
 
 class KVCache(NamedTuple):
     """Keys and values of the chunks read so far: a ring buffer with S places, where chunk i has place i mod S.
 
     If a chunk sees only the last W chunks, a text may be longer than the cache. To read L chunks at once, S must then be
-    at least W + L - 1, and the L chunks must not wrap around the end of the S places. Inside a layer (`write`, `attend`), `key`
-    and `value` are those of the layer, [B, S, G, A].
+    at least W + L - 1, and the L chunks must not wrap around the end of the S places. A cache of no places gets as many as
+    the chunks that it reads first. Inside a layer (`parts`, `attend`), `key` and `value` are those of the layer,
+    [B, S, G, A].
 
     Attributes:
         key: [layers, B, S, G, A], rotated by position.
@@ -59,32 +90,46 @@ class KVCache(NamedTuple):
         """The position of each row's next chunk, [B]."""
         return self.length
 
-    def extended(self, written: Written, num_new: int) -> "KVCache":
-        """The cache with the keys and values that the layers returned, which hold `num_new` more chunks."""
-        return self._replace(key=written[0], value=written[1], length=self.length + num_new)
+    def extended(self, written: Written) -> "KVCache":
+        """The cache with the new chunks' keys and values, as the layers returned them."""
+        num_new, size = written[0].shape[2], self.key.shape[2]
+        if size:
+            row_B1 = jnp.arange(len(self.length))[:, None]
+            place_BL = (self.length[:, None] + jnp.arange(num_new)) % size
 
-    def write(self, key_BLGA: Array, value_BLGA: Array) -> tuple[Written, Array]:
-        """Inside a layer: the keys and values with the new ones written, and the mask of the new queries.
+            def put(places: Array, new: Array) -> Array:
+                at = places.at[:, row_B1, place_BL]
+                return at.set(new, unique_indices=True, mode="promise_in_bounds")
 
-        The mask is bool [B, L, S], true at the places that each new chunk sees.
-        """
-        size, num_new = self.key.shape[1], key_BLGA.shape[1]
-        put = jax.vmap(lambda rows, new, at: jax.lax.dynamic_update_slice(rows, new, (at, 0, 0)))
-        first_B = self.length % size
-        written = put(self.key, key_BLGA, first_B), put(self.value, value_BLGA, first_B)
+            key, value = put(self.key, written[0]), put(self.value, written[1])
+        else:
+            key, value = written
+        return self._replace(key=key, value=value, length=self.length + num_new)
+
+    def seen(self, num_new: int) -> tuple[Array, Array]:
+        """What each new chunk sees of the places of the cache, bool [B, L, S], and of the new chunks, bool [B, L, L]."""
+        size = self.key.shape[-3]
         # The position of the chunk at each place; negative where nothing has been written.
-        last_B1 = self.length[:, None] + num_new - 1
-        at_BS = last_B1 - (last_B1 - jnp.arange(size)) % size
-        behind_BLS = (self.length[:, None] + jnp.arange(num_new))[..., None] - at_BS[:, None]
-        seen_BLS = (at_BS[:, None] >= 0) & (behind_BLS >= 0) & (behind_BLS < self.window[..., None])
-        return written, seen_BLS
+        last_B1 = self.length[:, None] - 1
+        at_BS = last_B1 - (last_B1 - jnp.arange(size)) % max(1, size)
+        new_L = jnp.arange(num_new)
+        behind_BLS = (self.length[:, None] + new_L)[..., None] - at_BS[:, None]
+        # The new chunks overwrite the oldest ones.
+        window = self.window[..., None]
+        old_BLS = (at_BS[:, None] >= 0) & (behind_BLS < jnp.minimum(window, size))
+        behind_LL = new_L[:, None] - new_L
+        new_BLL = (behind_LL >= 0) & (behind_LL < window)
+        return old_BLS, jnp.broadcast_to(new_BLL, (len(self.length), num_new, num_new))
 
-    def attend(
-        self, query_BLHA: Array, key_BLGA: Array, value_BLGA: Array
-    ) -> tuple[Array, Written]:
-        """Inside a layer: attention of the new chunks to the cache and themselves, [B, L, H, A], and the new cache."""
-        written, mask_BLS = self.write(key_BLGA, value_BLGA)
-        return jax.nn.dot_product_attention(query_BLHA, *written, mask=mask_BLS[:, None]), written
+    def parts(self, key_BLGA: Array, value_BLGA: Array) -> list[Part]:
+        """Inside a layer: what the new chunks attend to, the cache and themselves."""
+        old_BLS, new_BLL = self.seen(key_BLGA.shape[1])
+        new = key_BLGA, value_BLGA, new_BLL
+        return [(self.key, self.value, old_BLS), new] if self.key.shape[-3] else [new]
+
+    def attend(self, query_BLHA: Array, key_BLGA: Array, value_BLGA: Array) -> Array:
+        """Inside a layer: attention of the new chunks to the cache and themselves, [B, L, H, A]."""
+        return _attend(query_BLHA, self.parts(key_BLGA, value_BLGA))
 
 
 class Fork(NamedTuple):
@@ -121,35 +166,19 @@ class Fork(NamedTuple):
         """The position of each row's next chunk, [B]."""
         return self.prefix.length + self.own.length
 
-    def extended(self, written: Written, num_new: int) -> "Fork":
-        """The fork with its own keys and values as the layers returned them, which hold `num_new` more chunks."""
-        return self._replace(own=self.own.extended(written, num_new))
+    def extended(self, written: Written) -> "Fork":
+        """The fork with the new chunks' keys and values, as the layers returned them, among its own."""
+        return self._replace(own=self.own.extended(written))
 
-    def attend(
-        self, query_BLHA: Array, key_BLGA: Array, value_BLGA: Array
-    ) -> tuple[Array, Written]:
-        """Inside a layer: as `KVCache.attend`, with one softmax over the prefix's window and the fork's own chunks."""
-        written, own_mask_BLS = self.own.write(key_BLGA, value_BLGA)
-        shape = query_BLHA.shape
-        groups = key_BLGA.shape[2]
-        query_BLGRA = query_BLHA.reshape(*shape[:2], groups, -1, shape[3]) / math.sqrt(shape[3])
-
-        def scores(key_BSGA: Array, mask_BLS: Array) -> Array:
-            score = jnp.einsum(
-                "BLGRA,BSGA->BGRLS", query_BLGRA, key_BSGA, preferred_element_type=jnp.float32
-            )
-            return jnp.where(mask_BLS[:, None, None], score, -jnp.inf)
-
+    def attend(self, query_BLHA: Array, key_BLGA: Array, value_BLGA: Array) -> Array:
+        """Inside a layer: as `KVCache.attend`, to the prefix's window, the fork's own chunks and the new ones."""
         behind_BS = self.prefix.length[:, None] - jnp.arange(self.prefix.key.shape[1])
         seen_BS = (behind_BS > 0) & (behind_BS <= self.prefix.window)
-        shared = scores(self.prefix.key, seen_BS[:, None])
-        weights = jax.nn.softmax(
-            jnp.concatenate([shared, scores(written[0], own_mask_BLS)], axis=-1), axis=-1
-        ).astype(query_BLHA.dtype)
-        split = self.prefix.key.shape[1]
-        mixed = jnp.einsum("BGRLS,BSGA->BLGRA", weights[..., :split], self.prefix.value)
-        mixed += jnp.einsum("BGRLS,BSGA->BLGRA", weights[..., split:], written[1])
-        return mixed.reshape(shape), written
+        seen_BLS = jnp.broadcast_to(
+            seen_BS[:, None], (len(seen_BS), query_BLHA.shape[1], seen_BS.shape[1])
+        )
+        prefix = self.prefix.key, self.prefix.value, seen_BLS
+        return _attend(query_BLHA, [prefix, *self.own.parts(key_BLGA, value_BLGA)])
 
 
 class SegmentIds(NamedTuple):

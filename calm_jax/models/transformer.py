@@ -93,7 +93,8 @@ class Attention(nn.Module):
             segment_BL = None if memory is None else memory.segment
             mixed = attention.attend(query_BLHA, key_BLGA, value_BLGA, segment_BL, config.attention)
         else:
-            mixed, written = memory.attend(query_BLHA, key_BLGA, value_BLGA)
+            mixed = memory.attend(query_BLHA, key_BLGA, value_BLGA)
+            written = key_BLGA, value_BLGA
         output = linear(config.hidden_size, self.dtype, "output", axis=(-2, -1), use_bias=False)
         return output(mixed), written
 
@@ -167,6 +168,9 @@ class Transformer(nn.Module):
         with jax.named_scope("backbone"):
             x_BLD = constrain(x_BLD.astype(self.dtype))
             x_BLD, written = layers(x_BLD, memory, angle_BLA)
+            # The new keys and values are made to depend on the result, after which the cache is not read any more: XLA's CPU
+            # backend would otherwise copy the whole cache before it writes them into it.
+            written = jax.tree.map(lambda x_BLGA: x_BLGA + 0 * x_BLD[..., :1, None], written)
             x_BLD = nn.RMSNorm(config.rms_norm_epsilon, dtype=self.dtype, name="norm")(x_BLD)
         # Only a cache or fork has written anything.
-        return x_BLD, None if written is None else memory.extended(written, num_new)  # type: ignore[union-attr]
+        return x_BLD, None if written is None else memory.extended(written)  # type: ignore[union-attr]

@@ -22,9 +22,10 @@ _FEW_ROWS = 256
 def unrolled(length: int) -> int:
     """How many iterations of a loop over stacked kernels to compile one after the other, where products have few rows.
 
-    On CPUs all: only the slices of a fixed layer are taken before the loop over chunks, and once.
+    On CPUs and GPUs all: the slice of a fixed layer is taken before the loop over chunks (CPUs), or is a part of the product
+    (GPUs). In a loop over layers each kernel would be copied out of its stack in each step. TPUs do not copy it.
     """
-    return length if target_device().platform == "cpu" else 1
+    return 1 if target_device().platform == "tpu" else length
 
 
 def _ways() -> int:

@@ -5,6 +5,7 @@ A chunk of K tokens takes at least as long as reading every weight and the whole
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from calm_jax.planning.planner import COMPILER_OPTIONS
 from calm_jax.planning.result import limits
 from calm_jax.planning.topology import Topology
 from calm_jax.sampling.config import SamplerConfig
-from calm_jax.sampling.decode import decode, prefill, with_room
+from calm_jax.sampling.decode import CHUNKS_PER_CALL, decode, prefill, with_room
 from calm_jax.sampling.exact import pool_sizes
 
 # The batches and temperatures that are planned.
@@ -44,8 +45,8 @@ class DecodePlan:
       limits: seconds at least, by what limits the chunk, at the peak rates: FLOPs on paper, weights and cache read once, and
         the compiled program's collectives (NaN if it does not fit), each loop over draws counted once.
       one_pass: bytes of weights and cache that each device reads.
-      moved: bytes that the compiled program moves. NaN if it does not fit, and at T < 1, where the number of iterations of
-        its loops depends on the draws.
+      moved: bytes that the compiled program moves, for one of the 16 chunks that a call generates. NaN if it does not fit,
+        and at T < 1, where the number of iterations of its loops depends on the draws.
       prefill: bytes of one device that reading prompts of half the context needs.
       needed: bytes of one device that decoding needs; NaN if the prefill does not fit.
       available: bytes of one device that a program may use.
@@ -85,13 +86,24 @@ class _Compiled(NamedTuple):
     needed: float
 
 
-def _compile(topology: Topology, mesh: Mesh, function: Any, **arguments: Any) -> _Compiled:
+# On GPUs, products of a few rows with a slice of stacked kernels need the compiler that calls no library, which is XLA's
+# default: a library gets a copy of the slice.
+_DECODE_OPTIONS = COMPILER_OPTIONS | {"cuda": {"xla_gpu_autotune_level": 0}}
+
+
+def _compile(
+    topology: Topology,
+    mesh: Mesh,
+    options: Mapping[str, dict[str, Any]],
+    function: Any,
+    **arguments: Any,
+) -> _Compiled:
     with jax.set_mesh(mesh), topology.answering():
         lowered = function.lower(**arguments)
     leaves = jax.tree.leaves(arguments)
     held = fitting.bytes_of([one for one in leaves if isinstance(one, jax.ShapeDtypeStruct)])
-    options = COMPILER_OPTIONS.get(topology.platform)
-    program, memory, _ = fitting.compile_program(lowered, held, options)
+    option = options.get(topology.platform)
+    program, memory, _ = fitting.compile_program(lowered, held, option)
     results = None
     if program is not None:
         results = jax.tree.map(
@@ -146,6 +158,7 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
     reading = _compile(
         topology,
         mesh,
+        COMPILER_OPTIONS,
         prefill,
         **model,
         prompt_BLK=array(jnp.int32, num_read, length, config.chunk_size),
@@ -157,16 +170,18 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
     needed = moved = received = math.nan
     if reading.program is not None:
         state = reading.results
-        grown = _compile(topology, mesh, with_room, state=state, batch=batch, size=num_chunks)
+        room = {"state": state, "batch": batch, "size": num_chunks}
+        grown = _compile(topology, mesh, COMPILER_OPTIONS, with_room, **room)
         decoding = _compile(
             topology,
             mesh,
+            _DECODE_OPTIONS,
             decode,
             **model,
             state=grown.results,
             key_B=array(key.dtype, batch),
             limit=array(jnp.int32),
-            num_chunks=1,
+            num_chunks=CHUNKS_PER_CALL,
             eos_id=words.pad_id,
             config=sampler,
         )
@@ -174,7 +189,8 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
         if decoding.program is not None:
             read = hlo.Program.of(decoding.program.as_text() or "")
             received = sum(one.moved for one in read.collectives(topology.num_devices))
-            moved = memory_traffic.bytes_moved(read) if temperature == 1 else math.nan
+            if temperature == 1:
+                moved = memory_traffic.bytes_moved(read, CHUNKS_PER_CALL) / CHUNKS_PER_CALL
     vocab_size, context = words.vocab_size, config.lm.data.block_tokens
     draws = _fewest_draws(config, sampler)
     per_token = flops.inference(config, vocab_size, flops.Count.OURS, context, draws, draws)

@@ -226,12 +226,14 @@ class Program:
     def _root(body: Mapping[str, Instruction]) -> Instruction | None:
         return next((one for one in body.values() if one.is_root), None)
 
-    def runs(self) -> tuple[dict[str, int], tuple[str, ...]]:
+    def runs(self, unknown_trips: int = 1) -> tuple[dict[str, int], tuple[str, ...]]:
         """How often one step runs each computation.
 
+        Args:
+          unknown_trips: the number of iterations of loops for which it cannot be found.
+
         Returns:
-          The number of runs by computation, and the names of the loops whose number of iterations is unknown and was
-          taken as 1.
+          The number of runs by computation, and the names of the loops whose number of iterations is unknown.
         """
         times: dict[str, int] = collections.Counter()
         unknown: list[str] = []
@@ -245,7 +247,7 @@ class Program:
                     found = self._trips(instruction, body)
                     if found is None:
                         unknown.append(instruction.name)
-                    trips = found or 1
+                    trips = unknown_trips if found is None else max(1, found)
                 for other in instruction.called:
                     visit(other, count * trips)
 

@@ -69,17 +69,17 @@ class Operation:
         return self.times * (self.read + self.written)
 
 
-def operations(program: Program) -> list[Operation]:
+def operations(program: Program, unknown_trips: int = 1) -> list[Operation]:
     """Every operation of a program that moves bytes, those that move most first.
 
     - A slice or gather reads what it takes. An update of a slice (dynamic-update-slice, scatter) happens in place: it
       reads and writes as many bytes as the update has. Where the compiler cannot update in place, it has put an explicit
       copy before the update, which counts.
     - Layouts on a TPU may pad arrays; the padding is not counted.
-    - A loop whose number of iterations is unknown, such as that over the chunks of a generation, counts once
-      (`Program.runs`). Of a conditional, all branches count.
+    - A loop whose number of iterations is unknown, such as that over the chunks of a generation, counts `unknown_trips`
+      times. Of a conditional, all branches count.
     """
-    times, _ = program.runs()
+    times, _ = program.runs(unknown_trips)
     found = []
     for name in _unfused(program):
         body = {one.name: one for one in program.computations.get(name, ())}
@@ -102,9 +102,9 @@ def operations(program: Program) -> list[Operation]:
     return sorted(found, key=lambda one: -one.moved)
 
 
-def bytes_moved(program: Program) -> float:
+def bytes_moved(program: Program, unknown_trips: int = 1) -> float:
     """Bytes that a run of the program reads from and writes to main memory (`operations`)."""
-    return sum(one.moved for one in operations(program))
+    return sum(one.moved for one in operations(program, unknown_trips))
 
 
 def _unfused(program: Program) -> Iterator[str]:

@@ -19,13 +19,19 @@ from calm_jax.parallel.mesh import num_row_shards
 from calm_jax.rng import stream
 from calm_jax.run.continuation import Piece, Row
 from calm_jax.sampling.config import SamplerConfig
-from calm_jax.sampling.decode import State, complete_prefix, decode, insert, prefill, with_room
+from calm_jax.sampling.decode import (
+    CHUNKS_PER_CALL,
+    State,
+    complete_prefix,
+    decode,
+    insert,
+    prefill,
+    with_room,
+)
 from calm_jax.sampling.pools import Prefix
 from calm_jax.sampling.search import Sampled
 from calm_jax.tasks import LmTask, Params
 
-# Chunks that one call of the compiled `decode` generates at most. Between calls the host looks for stop strings.
-CHUNKS_PER_CALL = 16
 # Chunks that prefill reads at once where the context slides.
 _CHUNKS_PER_READ = 64
 # Prompts that are read together have at most this many chunks, padding included; a single longer prompt is read alone.

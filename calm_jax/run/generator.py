@@ -19,9 +19,10 @@ from calm_jax.parallel import multihost
 from calm_jax.parallel.mesh import adapted, make_mesh
 from calm_jax.parallel.signals import poll
 from calm_jax.run.continuation import Continuation, Piece, Prompt, Row
-from calm_jax.run.continuous_batch import CHUNKS_PER_CALL, ContinuousBatch, power_of_two
+from calm_jax.run.continuous_batch import ContinuousBatch, power_of_two
 from calm_jax.run.workdir import Workdir
 from calm_jax.sampling.config import SampleConfig
+from calm_jax.sampling.decode import CHUNKS_PER_CALL
 from calm_jax.sampling.samplers import check_sampler
 from calm_jax.tasks import LmTask, Params
 

@@ -34,8 +34,8 @@ class ChunkModel:
             decoding, as it computes V logits.
         advance: `(tokens_BLK, memory) -> (h_BLD, memory)`, reads chunks after those in a cache or fork, and returns
             it extended by them.
-        empty_cache: `(batch, size, window) -> cache` with room for `size` chunks; each chunk sees the last `window`
-            (see `KVCache`).
+        empty_cache: `(batch, size, window) -> cache` with room for `size` chunks, 0 for those that it reads first; each
+            chunk sees the last `window` (see `KVCache`).
         fork: `(cache, length_B, size) -> fork` that continues the first `length` chunks of a cache by up to `size`
             chunks of its own, and leaves the cache unchanged (see `Fork`).
         log_probs: `h_PD -> [P, V]`, log-probabilities of the next token, for a model that knows them (K = 1, and its

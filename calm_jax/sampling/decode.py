@@ -27,6 +27,13 @@ from calm_jax.sampling.search import Sampled
 Bind = Callable[[Any, Any], ChunkModel]
 
 
+# Chunks that one call of the compiled `decode` generates at most. Between calls the host looks for stop strings.
+CHUNKS_PER_CALL = 16
+# XLA for GPUs merges products with one operand, such as those of queries, keys and values, and copies their kernels side by
+# side for that, in each step. This turns it off; other platforms ignore it.
+_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
+
+
 class State(NamedTuple):
     """The state of a generation, between two chunks.
 
@@ -55,6 +62,22 @@ def _split_over_devices(state: State) -> State:
     return state._replace(h=constrain(state.h), cache=state.cache._replace(key=key, value=value))
 
 
+def _filled(x: Array, *shape: int) -> Array:
+    """An array of the given shape: `x` in the first places, and zeros."""
+    return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, shape, strict=True)])
+
+
+def _padded(cache: KVCache, batch: int, size: int) -> KVCache:
+    """A cache of `batch` rows and `size` places: the given one, none of whose rows has outgrown it, and zeros."""
+
+    def cached(x: Array) -> Array:
+        return _filled(x, x.shape[0], batch, size, *x.shape[3:])
+
+    return cache._replace(
+        key=cached(cache.key), value=cached(cache.value), length=_filled(cache.length, batch)
+    )
+
+
 def read_prompts(
     model: ChunkModel,
     prompt_BLK: Array,
@@ -81,12 +104,15 @@ def read_prompts(
     chex.assert_shape(length_B, (batch,))
     chex.assert_is_divisible(num_chunks, piece)
 
+    def own_last(h_BLD: Array, length_B: Array) -> Array:
+        last_B = jnp.clip(length_B - 1, 0, piece - 1)
+        return jax.vmap(lambda h_LD, last: h_LD[last])(h_BLD, last_B)
+
     def read(carry: tuple[Array, KVCache], tokens_BLK: Array):
         h_BD, cache = carry
         is_over_B = cache.length >= length_B
         h_BLD, longer = model.advance(tokens_BLK, cache)
-        last_B = length_B - 1 - cache.length
-        own_h_BD = jax.vmap(lambda h_LD, last: h_LD[last])(h_BLD, jnp.clip(last_B, 0, piece - 1))
+        own_h_BD = own_last(h_BLD, length_B - cache.length)
         # A row whose prompt has ended keeps its cache: chunks beyond its prompt could overwrite ones that it sees.
         kept = is_over_B[:, None, None, None]
         longer = longer._replace(
@@ -95,11 +121,12 @@ def read_prompts(
         )
         return (jnp.where(is_over_B[:, None], h_BD, own_h_BD), longer), None
 
-    pieces = prompt_BLK.reshape(batch, -1, piece, prompt_BLK.shape[-1]).swapaxes(0, 1)
-    cache = model.empty_cache(batch, size, window)
-    width = jax.eval_shape(lambda: model.advance(pieces[0], cache)[0])
-    nothing_BD = jnp.zeros((batch, width.shape[-1]), width.dtype)
-    (h_BD, cache), _ = jax.lax.scan(read, (nothing_BD, cache), pieces)
+    # The first piece has nothing before it to attend to.
+    h_BLD, cache = model.advance(prompt_BLK[:, :piece], model.empty_cache(batch, 0, window))
+    h_BD, cache = own_last(h_BLD, length_B), _padded(cache, batch, size)
+    if piece < num_chunks:
+        pieces = prompt_BLK[:, piece:].reshape(batch, -1, piece, prompt_BLK.shape[-1])
+        (h_BD, cache), _ = jax.lax.scan(read, (h_BD, cache), pieces.swapaxes(0, 1))
     return State(
         h_BD,
         cache._replace(length=length_B),
@@ -174,22 +201,13 @@ def with_room(state: State, batch: int, size: int) -> State:
     No row of the given state may have outgrown its cache.
     """
 
-    def padded(x: Array, *shape: int) -> Array:
-        return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, shape, strict=True)])
-
-    def cached(x: Array) -> Array:
-        return padded(x, x.shape[0], batch, size, *x.shape[3:])
-
-    cache = state.cache
     return _split_over_devices(
         State(
-            padded(state.h, batch, state.h.shape[1]),
-            KVCache(
-                cached(cache.key), cached(cache.value), padded(cache.length, batch), cache.window
-            ),
+            _filled(state.h, batch, state.h.shape[1]),
+            _padded(state.cache, batch, size),
             state.step,
-            padded(state.ended, batch),
-            padded(state.began, batch),
+            _filled(state.ended, batch),
+            _filled(state.began, batch),
         )
     )
 
@@ -248,6 +266,7 @@ def complete_prefix(
     jax.jit,
     static_argnames=("bind", "num_chunks", "eos_id", "config"),
     donate_argnames=("state",),
+    compiler_options=_OPTIONS,
 )
 def decode(
     bind: Bind,

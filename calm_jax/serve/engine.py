@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import jax
 
 from calm_jax.run.continuation import Piece, Row
-from calm_jax.run.continuous_batch import CHUNKS_PER_CALL
 from calm_jax.run.generator import Generator
+from calm_jax.sampling.decode import CHUNKS_PER_CALL
 
 _LOG = logging.getLogger(__name__)
 # After so many different options of the sampler, each of which was compiled, the compiled programs are forgotten.

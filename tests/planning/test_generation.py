@@ -7,10 +7,11 @@ import jax
 import pytest
 
 from calm_jax.config import resolve
+from calm_jax.planning import topology
 from calm_jax.planning.generation import plan_decode
 from calm_jax.planning.topology import Topology
-from configs import quickstart
-from tests.planning.test_planner import need_cuda, plan
+from configs import calm_m, quickstart
+from tests.planning.test_planner import need_cuda, need_tpu, plan
 
 
 class Here(Topology):
@@ -43,6 +44,17 @@ def test_a_chunk_takes_one_pass_over_the_weights_and_the_cache():
     half = plan_decode(config, Here("v5e", "1x1"), 4, 0.5)
     assert (one.draws, half.draws) == (1, 16) and half.one_pass == four.one_pass
     assert half.limits["compute"] > 4 * four.limits["compute"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "hardware",
+    [pytest.param("h100:1", marks=need_cuda), pytest.param("v5e:1x1", marks=need_tpu)],
+)
+def test_decoding_moves_little_more_than_one_pass(hardware):
+    """CALM-M in bfloat16: the cache is updated in place, and no kernel is copied out of its stack."""
+    one = plan_decode(resolve(calm_m.get_config()), topology.parse(hardware), 8, 1)
+    assert one.moved <= 1.3 * one.one_pass
 
 
 @pytest.mark.slow

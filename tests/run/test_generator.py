@@ -42,19 +42,15 @@ def _latents(h_PD, num_draws, key_P, noise_scale):
 
 def _advance(tokens_BLK, cache):
     """The "hidden state" is (first token of the row, number of chunks after its first one)."""
-    put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at, 0, 0)))
-    at_B = cache.length % cache.key.shape[2]
-    key = put(cache.key[0], tokens_BLK[..., None], at_B)[None]
+    new = tokens_BLK[None, ..., None]
+    longer = cache.extended((new, new))
     place_BL = cache.length[:, None] + jnp.arange(tokens_BLK.shape[1])
-    row_BL = jnp.broadcast_to(key[0, :, :1, 0, 0], place_BL.shape)
-    longer = cache._replace(key=key, length=cache.length + tokens_BLK.shape[1])
+    row_BL = jnp.broadcast_to(longer.key[0, :, :1, 0, 0], place_BL.shape)
     return jnp.stack([row_BL, place_BL], axis=-1), longer
 
 
 def _empty_cache(batch, size, window):
-    key = jnp.zeros((1, batch, size, K, 1), jnp.int32)
-    value = jnp.zeros((1, batch, 1, 1, 1), jnp.int32)
-    return KVCache(key, value, jnp.zeros(batch, jnp.int32), jnp.int32(window))
+    return KVCache.empty(1, batch, size, K, 1, window, jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)

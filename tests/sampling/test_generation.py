@@ -11,6 +11,7 @@ import pytest
 from calm_jax.errors import UserError
 from calm_jax.models import attention
 from calm_jax.models.kv_cache import KVCache
+from calm_jax.planning import hlo, memory_traffic
 from calm_jax.sampling import decode
 from calm_jax.sampling.chunk_model import ChunkModel
 from calm_jax.sampling.config import SampleConfig
@@ -94,19 +95,17 @@ def toy_advance(tokens_BLK, cache):
     """
     position_BL = cache.length[:, None] + jnp.arange(tokens_BLK.shape[1])
     weighted_BLK = tokens_BLK * weight_of(position_BL[..., None], jnp.arange(CHUNK))
+    new = weighted_BLK[..., None]
     layer = cache._replace(key=cache.key[0], value=cache.value[0])
-    written, seen_BLS = layer.write(weighted_BLK[..., None], weighted_BLK[..., None])
-    sum_BS = written[0].sum((2, 3))
-    h_BL = jnp.where(seen_BLS, sum_BS[:, None], 0).sum(-1) % 1009
-    longer = cache._replace(
-        key=written[0][None], value=written[1][None], length=cache.length + tokens_BLK.shape[1]
+    h_BL = sum(
+        jnp.where(seen_BLS, key_BSKA.sum((2, 3))[:, None], 0).sum(-1)
+        for key_BSKA, _, seen_BLS in layer.parts(new, new)
     )
-    return h_BL[..., None], longer
+    return h_BL[..., None] % 1009, cache.extended((new[None], new[None]))
 
 
 def toy_empty_cache(batch, size, window):
-    nothing = jnp.zeros((1, batch, size, CHUNK, 1), jnp.int32)
-    return KVCache(nothing, nothing, jnp.zeros(batch, jnp.int32), jnp.int32(window))
+    return KVCache.empty(1, batch, size, CHUNK, 1, window, jnp.int32)
 
 
 TOY = ChunkModel(None, None, None, toy_advance, toy_empty_cache, None, None)
@@ -497,6 +496,30 @@ def test_a_window_over_the_whole_text_equals_the_full_forward(size, piece):
     model, tokens_BLK = real_model()
     ours = cached_forward(model, tokens_BLK, LENGTHS, STEPS, size, size, piece)
     assert_close(ours, states_of(full_forward(model, tokens_BLK)))
+
+
+def test_the_compiled_loop_writes_into_the_cache_in_place():
+    """No operation of a step writes as much as the keys of the cache; each chunk would move the whole cache otherwise."""
+    made, rows, size = tiny(), 3, 512
+    model = made.task.bind, made.params, made.frozen
+
+    def fresh() -> State:
+        prompt_BLK, length_B = np.zeros((rows, 16, 4), np.int32), np.ones(rows, np.int32)
+        state = decode.prefill(*model, prompt_BLK, length_B, np.int32(size), size=16, piece=16)
+        return decode.with_room(state, rows, size)
+
+    state, key_B = jax.eval_shape(fresh), jax.random.split(jax.random.key(0), rows)
+    options = {
+        "num_chunks": 4,
+        "eos_id": EOS,
+        "config": sample_config(temperature=1.0).sampler_config,
+    }
+    compiled = decode.decode.lower(*model, state, key_B, np.int32(4), **options).compile()
+    found = memory_traffic.operations(hlo.Program.of(compiled.as_text()))
+    whole = state.cache.key.size * state.cache.key.dtype.itemsize
+    assert {one.name: one.written for one in found if one.written >= whole} == {}
+    # Each layer's keys are read, from the whole cache.
+    assert max(one.read for one in found) * made.config.lm.model.num_layers >= whole
 
 
 def test_every_key_of_the_sample_config_is_tested():
