@@ -189,9 +189,10 @@ class PreparedText:
         try:
             header = path.stat().st_size - body
             documents = (self.folder / shard["name"] / DOCUMENTS).stat().st_size
+            documents -= 8 * (shard["documents"] + 1)
         except OSError as error:
             raise self._damaged(shard, f"{path.name} cannot be read ({error.strerror})") from error
-        if not 0 < header < 2**16 or documents < 8 * (shard["documents"] + 1):
+        if not 0 < header < 2**16 or not 0 < documents < 2**16:
             raise self._damaged(shard, "its size is not the one it was written with")
         return header
 

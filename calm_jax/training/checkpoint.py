@@ -29,6 +29,8 @@ _NOT_DAMAGE = (
     "Permission denied",
     "Too many open files",
 )
+# Largest file of a checkpoint that holds no arrays; arrays are below folders `d`.
+_MOST_DESCRIPTION_BYTES = 2**30
 # Sizes of `save_params`, which bound its memory.
 _CHUNK_BYTES, _FILE_BYTES = 2**25, 2**27
 
@@ -192,9 +194,12 @@ def _damage(folder: pathlib.Path, step: int | None, reason: str) -> str:
 def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
     """Makes a `UserError` of every error while a checkpoint is read; Orbax has many kinds of them for damaged files."""
     for path in (folder / str(step)).rglob("*"):
-        # Reading a pipe might never end.
+        # Reading a pipe might never end, and TensorStore ends the process if a description does not fit into memory.
+        is_array = path.parent.name == "d"
         if not path.is_dir() and not path.is_file():
             raise UserError(_damage(folder, step, f"{path} is no file"))
+        if path.is_file() and not is_array and path.stat().st_size > _MOST_DESCRIPTION_BYTES:
+            raise UserError(_damage(folder, step, f"{path} is too large"))
     try:
         yield
     except Exception as error:
