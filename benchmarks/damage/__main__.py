@@ -7,13 +7,13 @@ JSON gets other values or a hundred thousand levels, archives get members that l
 device or a file of 64 GiB stands in the file's place. Then the reader must give a result, or refuse in one line, in bounded time
 and memory; where the input has checksums, any result but the intact input's is a fault. Nothing may be executed or written.
 
-DIR gets cases.jsonl, a line for each case. `--cases=READER:NUMBER` repeats one, and shows the whole error.
+DIR gets the intact input and cases.jsonl, a line for each case; the same call goes on from there (a changed program needs a new
+DIR). With the same DIR, `--case=READER:NUMBER` repeats a case and shows its whole error.
 """
 
 import collections
 import dataclasses
 import json
-import shutil
 
 import rich.table
 from absl import app, flags
@@ -72,11 +72,14 @@ def main(argv: list[str]) -> int:
             print(f"{case.kind} of {case.file}: {case.outcome}\n{case.detail}")
         return 0
     root.mkdir(parents=True, exist_ok=True)
-    cases: list[Case] = []
-    with open(root / "cases.jsonl", "w", buffering=1) as lines:
+    path, cases = root / "cases.jsonl", []
+    if path.exists():
+        cases = [Case(**json.loads(line)) for line in path.read_text().splitlines()]
+    done = {(case.reader, case.number) for case in cases}
+    with open(path, "a", buffering=1) as lines:
         for name, times in numbers_of(names, _TIMES.value).items():
-            shutil.rmtree(root / name.replace(" ", "_"), ignore_errors=True)
-            for case in run(name, root, _SEED.value, list(range(times))):
+            todo = [number for number in range(times) if (name, number) not in done]
+            for case in run(name, root, _SEED.value, todo):
                 cases.append(case)
                 lines.write(json.dumps(dataclasses.asdict(case)) + "\n")
             bad = sum(case.outcome not in GOOD for case in cases if case.reader == name)
