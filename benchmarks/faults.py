@@ -8,11 +8,15 @@ metrics, samples and scores, or the very bytes; and nothing else may lie beside 
 to go on with is obeyed. DIR gets trials.jsonl, one line for each trial; the same call goes on from there (a changed
 program needs a new DIR). The table counts trials that recovered, and trials that lost something, of which there must be none.
 
-Faults: `kill`, `term` and `int` are SIGKILL, SIGTERM and SIGINT; `stop` is SIGSTOP for a second; `two` starts the command a
-second time meanwhile; `cut` is SIGKILL and a disk that loses, of every file, a random part of what was not synced yet.
+Faults: `kill`, `term` and `int` are SIGKILL, SIGTERM and SIGINT, for a job of several processes to one of them; `stop` is
+SIGSTOP for a second; `orphan` kills the command's parent; `two` starts the command a second time meanwhile; `cut` is SIGKILL and
+a disk that loses, of every file, a random part of what was not synced yet; `full` is a disk that is full at a random byte,
+`readonly` one that cannot be written (both are a tmpfs, which root alone can mount); `clock` sets the clock back by a day;
+`source` kills the command and gives it again with a text file that has changed or is gone.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -25,7 +29,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import rich.table
@@ -120,11 +124,15 @@ class Job:
       arguments: of `python -m`, for a given output.
       outcome: what its output holds, of JSON's types.
       source: the output of the job that it begins with a copy of; empty for an output that it makes.
+      is_several: whether signals go to one of its child processes.
+      reads_text: whether it reads the text files.
     """
 
     arguments: Callable[[pathlib.Path], list[str]]
     outcome: Callable[[pathlib.Path], Any]
     source: str = ""
+    is_several: bool = False
+    reads_text: bool = False
 
 
 def _jobs(folder: pathlib.Path) -> dict[str, Job]:
@@ -134,7 +142,25 @@ def _jobs(folder: pathlib.Path) -> dict[str, Job]:
     text = [f"--input={folder}/text/*.txt", "--tokenizer=bytes", "--shard_characters=2000"]
     exported = folder / "reference" / "export"
     return {
-        "train": Job(lambda out: ["calm_jax.main", recipe, *often, f"--workdir={out}"], _of_run),
+        "train": Job(
+            lambda out: ["calm_jax.main", recipe, *often, f"--workdir={out}"],
+            _of_run,
+            reads_text=True,
+        ),
+        "pair": Job(
+            lambda out: [
+                *["benchmarks.several", "two", "calm_jax.main", recipe, *often],
+                f"--workdir={out}",
+            ],
+            _of_run,
+            is_several=True,
+            reads_text=True,
+        ),
+        "serve": Job(
+            lambda out: ["benchmarks.several", "asked", str(trained), str(out)],
+            _lines,
+            is_several=True,
+        ),
         "evaluate": Job(
             lambda out: ["calm_jax.main", "--mode=eval", f"--config=configs/workdir.py:{out}"],
             _of_run,
@@ -150,6 +176,7 @@ def _jobs(folder: pathlib.Path) -> dict[str, Job]:
         "prepare": Job(
             lambda out: ["calm_jax.data.prepare", *text, "--workers=1", f"--output={out}"],
             _of_bytes,
+            reads_text=True,
         ),
         "convert": Job(
             lambda out: [
@@ -168,19 +195,26 @@ def _jobs(folder: pathlib.Path) -> dict[str, Job]:
     }
 
 
-FAULTS = ("kill", "term", "int", "stop", "two", "cut")
+FAULTS = (
+    *("kill", "term", "int", "stop", "orphan", "two", "cut"),
+    *("full", "readonly", "clock", "source"),
+)
+# During these a command runs to an end of its own.
+_TO_AN_END = ("full", "readonly", "clock")
 _JOBS = flags.DEFINE_list(
     "jobs",
-    ["train", "evaluate", "generate", "prepare", "convert", "export"],
+    ["train", "pair", "evaluate", "generate", "serve", "prepare", "convert", "export"],
     "commands to disturb",
 )
 _FAULTS = flags.DEFINE_list("faults", list(FAULTS), f"what to do to them, of {', '.join(FAULTS)}")
 
 
-def _start(arguments: list[str], log: pathlib.Path, **environment: str) -> subprocess.Popen:
+def _start(
+    arguments: list[str], log: pathlib.Path, parent: tuple[str, ...] = (), **environment: str
+) -> subprocess.Popen:
     with open(log, "ab") as errors:
         return subprocess.Popen(
-            [sys.executable, "-m", *arguments],
+            [*parent, sys.executable, "-m", *arguments],
             cwd=_ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -199,6 +233,58 @@ def _end(process: subprocess.Popen) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+# A shell that stays the parent of the command after it.
+_SHELL = ("sh", "-c", '"$@"; exit $?', "sh")
+
+
+def _adopt_orphans() -> None:
+    """Makes this process the parent of those whose own has ended, so that it can wait for them."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def _wait_for_orphans(group: int) -> None:
+    """Waits for the adopted processes of a group. Raises `TimeoutExpired` as `wait` does."""
+    ends = time.monotonic() + _MOST_SECONDS
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            if not os.waitpid(-group, os.WNOHANG)[0]:
+                time.sleep(0.1)
+            if time.monotonic() > ends:
+                raise subprocess.TimeoutExpired("the orphans", _MOST_SECONDS)
+
+
+def _victim(process: subprocess.Popen, job: Job, chance: random.Random) -> int:
+    """The process that a signal goes to."""
+    path = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    children = path.read_text().split() if job.is_several and path.exists() else []
+    return int(chance.choice(children)) if children else process.pid
+
+
+@contextlib.contextmanager
+def _mounted(folder: pathlib.Path, size: int) -> Iterator[None]:
+    """A file system of its own at an empty folder, with room for `size` bytes."""
+    _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def _mount(*arguments: str) -> None:
+    try:
+        subprocess.run(["mount", *arguments], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(
+            f"--faults=full,readonly need the right to mount a tmpfs ({error})"
+        ) from error
+
+
+def _size(path: pathlib.Path) -> int:
+    """The bytes of a file, or of the files in a folder, in whole pages."""
+    files = [one for one in (path, *path.rglob("*")) if one.is_file()]
+    return sum(-(-one.stat().st_size // 4096) * 4096 for one in files)
 
 
 def _last_error(log: pathlib.Path) -> str:
@@ -226,34 +312,38 @@ def _lose(paths: list[pathlib.Path], log: pathlib.Path, chance: random.Random) -
     return cut
 
 
-def _compiled_recorder(folder: pathlib.Path) -> pathlib.Path:
-    """The library of synced.c."""
-    library = folder / "synced.so"
+def _preloaded(folder: pathlib.Path, name: str) -> str:
+    """The library of a C file beside this one, compiled."""
+    library = folder / f"{name}.so"
     if not library.exists():
-        source = pathlib.Path(__file__).with_name("synced.c")
+        source = pathlib.Path(__file__).with_name(f"{name}.c")
         try:
             subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            raise UserError(f"--faults=cut needs a C compiler, cc ({error})") from error
-    return library
+            raise UserError(f"--faults=cut,clock need a C compiler, cc ({error})") from error
+    return str(library)
 
 
 def _disturb(
     fault: str, job: Job, output: pathlib.Path, moment: float, chance: random.Random
 ) -> list[str]:
     """Runs a command with a fault after `moment` seconds. Returns what went wrong, nothing for most faults."""
-    log, wrong = output.with_name("log.txt"), []
-    environment = {}
+    log, root, wrong = _log_of(output), output.parents[1], []
+    synced = log.with_suffix(".synced")
+    environment: dict[str, str] = {}
     if fault == "cut":
-        recorder = _compiled_recorder(output.parents[1])
-        environment = {"LD_PRELOAD": str(recorder), "SYNCED_LOG": str(output.with_name("synced"))}
+        environment = {"LD_PRELOAD": _preloaded(root, "synced"), "SYNCED_LOG": str(synced)}
         # Of what was there before nothing is lost.
         for path in output.rglob("*"):
-            with open(output.with_name("synced"), "a") as synced:
-                synced.write(f"{path.stat().st_ino} {path.stat().st_size}\n")
-    process = _start(job.arguments(output), log, **environment)
+            with open(synced, "a") as lines:
+                lines.write(f"{path.stat().st_ino} {path.stat().st_size}\n")
+    elif fault == "clock":
+        environment = {"LD_PRELOAD": _preloaded(root, "clock"), "CLOCK_BACK_AFTER": str(moment)}
+    parent = _SHELL if fault == "orphan" else ()
+    process = _start(job.arguments(output), log, parent, **environment)
     try:
-        time.sleep(moment)
+        if fault not in _TO_AN_END:
+            time.sleep(moment)
         if fault == "two":
             second = _end(_start(job.arguments(output), log))
             refused = "is in use" in _last_error(log) or "is there already" in _last_error(log)
@@ -261,27 +351,69 @@ def _disturb(
                 wrong.append(f"the second command ended with status {second}: {_last_error(log)}")
             if process.wait(_MOST_SECONDS) != 0 and second != 0:
                 wrong.append(f"both commands failed: {_last_error(log)}")
-        elif fault == "stop":
-            process.send_signal(signal.SIGSTOP)
-            time.sleep(1)
-            process.send_signal(signal.SIGCONT)
-            if process.wait(_MOST_SECONDS) != 0:
-                wrong.append(f"the stopped command failed: {_last_error(log)}")
+        elif fault in _TO_AN_END:
+            status = process.wait(_MOST_SECONDS)
+            if status not in ((0,) if fault == "clock" else (0, 2)):
+                wrong.append(f"the command ended with status {status}: {_tail(log)}")
+        elif fault == "orphan":
+            process.kill()
+            process.wait()
+            _wait_for_orphans(process.pid)
         else:
             number = {"term": signal.SIGTERM, "int": signal.SIGINT}.get(fault, signal.SIGKILL)
-            process.send_signal(number)
+            victim = _victim(process, job, chance)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGSTOP if fault == "stop" else number)
+            if fault == "stop":
+                time.sleep(1)
+                os.kill(victim, signal.SIGCONT)
+                if process.wait(_MOST_SECONDS) != 0:
+                    wrong.append(f"the stopped command failed: {_last_error(log)}")
+            elif job.is_several:
+                # The others have to end by themselves.
+                process.wait(_MOST_SECONDS)
     finally:
         _end(process)
     if fault == "cut":
-        beside = [path for path in output.parent.rglob("*") if path.is_file()]
-        own = (log, output.with_name("synced"))
-        _lose([path for path in beside if path not in own], output.with_name("synced"), chance)
+        _lose([path for path in output.parent.rglob("*") if path.is_file()], synced, chance)
+    if fault == "source":
+        wrong += _change_text(job, output, chance)
     return wrong
+
+
+def _change_text(job: Job, output: pathlib.Path, chance: random.Random) -> list[str]:
+    """Gives the command with a text file that has changed or is gone. Returns what went wrong; the file is restored."""
+    path = chance.choice(sorted((output.parents[1] / "text").iterdir()))
+    content, log = path.read_bytes(), _log_of(output)
+    log.unlink(missing_ok=True)
+    try:
+        if chance.random() < 0.5:
+            path.unlink()
+        else:
+            path.write_bytes(content[::-1])
+        status = _end(_start(job.arguments(output), log))
+    finally:
+        path.write_bytes(content)
+    if status not in (0, 2):
+        return [f"with a changed text it ended with status {status}: {_tail(log)}"]
+    if status == 0:
+        # It had not begun, or was at its end: the next call begins anew.
+        shutil.rmtree(output, ignore_errors=True)
+    return []
+
+
+def _log_of(output: pathlib.Path) -> pathlib.Path:
+    """The file of a command's errors, outside of the folder of its trial."""
+    return output.parent.with_name(f"{output.parent.name}.log")
+
+
+def _tail(log: pathlib.Path) -> str:
+    return log.read_text(errors="replace")[-500:]
 
 
 def _recover(job: Job, output: pathlib.Path) -> tuple[int, list[str]]:
     """Gives the command until it ends with status 0: how many calls that took, and what went wrong."""
-    log = output.with_name("log.txt")
+    log = _log_of(output)
     for call in range(1, _MOST_CALLS + 1):
         log.unlink(missing_ok=True)
         status, line = _end(_start(job.arguments(output), log)), _last_error(log)
@@ -289,7 +421,7 @@ def _recover(job: Job, output: pathlib.Path) -> tuple[int, list[str]]:
             return call, []
         offered = re.search(r"`mv (\S+) (\S+)`", line)
         if status != 2 or not offered:
-            return call, [f"status {status}: {log.read_text(errors='replace')[-500:]}"]
+            return call, [f"status {status}: {_tail(log)}"]
         os.rename(offered[1], offered[2])
     return _MOST_CALLS, ["it was given too often"]
 
@@ -304,11 +436,42 @@ def _trial(
     folder.mkdir()
     # The reference's name, which an export's model card has in it.
     output = folder / name
+    begun = root / "reference" / job.source if job.source else None
+    room = 2**30
+    if fault == "full":
+        room = _size(begun) if begun else 0
+        # Unfinished files need room, too.
+        room += chance.randint(4096, 2 * _size(root / "reference" / name))
+    disk = _mounted(folder, room) if fault in ("full", "readonly") else contextlib.nullcontext()
+    with disk:
+        calls, wrong = _disturb_and_recover(name, fault, job, output, moment, chance, reference)
+    if not wrong:
+        shutil.rmtree(folder)
+        for path in root.glob(f"{folder.name}.*"):
+            path.unlink()
+    record = {"job": name, "fault": fault, "number": number, "moment": round(moment, 3)}
+    return record | {"calls": calls, "wrong": wrong}
+
+
+def _disturb_and_recover(
+    name: str,
+    fault: str,
+    job: Job,
+    output: pathlib.Path,
+    moment: float,
+    chance: random.Random,
+    reference: dict,
+) -> tuple[int, list[str]]:
+    """How many calls a disturbed command took to its end, and what went wrong."""
+    folder, calls = output.parent, 0
     if job.source:
-        shutil.copytree(root / "reference" / job.source, output)
-    calls = 0
+        shutil.copytree(folder.with_name("reference") / job.source, output)
     try:
+        if fault == "readonly":
+            _mount("-o", "remount,ro", str(folder))
         wrong = _disturb(fault, job, output, moment, chance)
+        if fault in ("full", "readonly"):
+            _mount("-o", f"remount,rw,size={2**30}", str(folder))
         calls, more = _recover(job, output)
         wrong += more
     except subprocess.TimeoutExpired:
@@ -320,12 +483,9 @@ def _trial(
             wrong += [f"{key} differs" for key in _differing(found, reference["outcome"])]
         except (OSError, ValueError, KeyError) as error:
             wrong.append(f"the output cannot be read: {error!r}")
-        left = {path.name for path in folder.iterdir()} - {name, "log.txt", "synced"}
+        left = {path.name for path in folder.iterdir()} - {name}
         wrong += [f"{one} is left" for one in sorted(left)]
-    if not wrong:
-        shutil.rmtree(folder)
-    record = {"job": name, "fault": fault, "number": number, "moment": round(moment, 3)}
-    return record | {"calls": calls, "wrong": wrong}
+    return calls, wrong
 
 
 def _differing(found: Any, expected: Any) -> list[str]:
@@ -351,7 +511,11 @@ def _reference(name: str, job: Job, jobs: dict[str, Job], root: pathlib.Path) ->
             shutil.copytree(root / "reference" / job.source, output)
         log.unlink(missing_ok=True)
         began = time.monotonic()
-        if _end(_start(job.arguments(output), log)):
+        try:
+            status = _end(_start(job.arguments(output), log))
+        except subprocess.TimeoutExpired as error:
+            raise UserError(f"the undisturbed {name} takes more than {_MOST_SECONDS} s") from error
+        if status:
             raise UserError(f"the undisturbed {name} failed: {_last_error(log)}, see {log}")
         seconds = time.monotonic() - began
     record = {"seconds": seconds, "outcome": job.outcome(output)}
@@ -397,7 +561,8 @@ def main(argv: list[str]) -> int:
         [json.loads(line) for line in trials.read_text().splitlines()] if trials.exists() else []
     )
     done = {(one["job"], one["fault"], one["number"]) for one in records}
-    if {"generate", "export", "convert"} & set(_JOBS.value):
+    _adopt_orphans()
+    if {"generate", "serve", "export", "convert"} & set(_JOBS.value):
         _reference("train", jobs["train"], jobs, root)
     if "convert" in _JOBS.value:
         _reference("export", jobs["export"], jobs, root)
@@ -406,6 +571,8 @@ def main(argv: list[str]) -> int:
         for name in _JOBS.value:
             for fault in _FAULTS.value:
                 if (name, fault, number) in done:
+                    continue
+                if fault == "source" and not jobs[name].reads_text:
                     continue
                 record = _trial(name, fault, number, jobs[name], references[name], root)
                 records.append(record)

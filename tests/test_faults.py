@@ -1,9 +1,13 @@
 """`python -m benchmarks.faults`: a short campaign, and what its disk loses."""
 
+import dataclasses
 import json
 import os
 import pathlib
 import random
+import signal
+import subprocess
+import sys
 import types
 
 import pytest
@@ -47,6 +51,52 @@ def test_a_command_that_hangs_is_killed_and_recorded(tmp_path, monkeypatch):
     assert not any(sleep[-1].encode() in _read(command) for command in commands)
 
 
+def test_a_clock_is_set_back_by_a_day(tmp_path):
+    times = "import time; a = time.time(); time.sleep(0.5); print(time.time() - a)"
+    preloaded = {"LD_PRELOAD": faults._preloaded(tmp_path, "clock"), "CLOCK_BACK_AFTER": "0.2"}
+    shown = subprocess.run(
+        [sys.executable, "-S", "-c", times],
+        env=os.environ | preloaded,
+        capture_output=True,
+        check=True,
+    ).stdout
+    assert -86400 < float(shown) < -86300
+
+
+def test_a_signal_goes_to_one_of_several_processes(tmp_path):
+    chance, job = random.Random(0), faults.Job(lambda output: [], lambda output: {})
+    several = dataclasses.replace(job, is_several=True)
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 60 & sleep 60 & wait"], start_new_session=True
+    ) as process:
+        try:
+            while len({faults._victim(process, several, chance) for _ in range(20)}) < 2:
+                pass
+            victims = {faults._victim(process, several, chance) for _ in range(50)}
+            assert process.pid not in victims and len(victims) == 2
+            assert faults._victim(process, job, chance) == process.pid
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_changed_text_is_restored(tmp_path):
+    (tmp_path / "text").mkdir()
+    contents = {f"{n}.txt": f"text {n}".encode() for n in range(4)}
+    for name, content in contents.items():
+        (tmp_path / "text" / name).write_bytes(content)
+    output = tmp_path / "trial" / "train"
+    output.mkdir(parents=True)
+    read = f"import pathlib; x = [p.read_text() for p in pathlib.Path('{tmp_path}/text').iterdir()]"
+    job = faults.Job(
+        lambda output: ["timeit", "-n1", "-r1", f"{read}; assert len(x) > 3"], lambda output: {}
+    )
+    for seed in range(4):
+        wrong = faults._change_text(job, output, random.Random(seed))
+        assert {path.name: path.read_bytes() for path in (tmp_path / "text").iterdir()} == contents
+        # The command fails where a file is gone, with a status that no command has.
+        assert not wrong or "status 1" in wrong[0]
+
+
 def _read(command: pathlib.Path) -> bytes:
     """The command of a process; of one that has ended, nothing."""
     try:
@@ -58,10 +108,10 @@ def _read(command: pathlib.Path) -> bytes:
 @pytest.mark.slow
 def test_commands_that_are_killed_doubled_or_lose_the_last_writes_lose_nothing(tmp_path):
     command = ("benchmarks.faults", f"--folder={tmp_path}", "--times=1")
-    for more in (("--jobs=train", "--faults=cut"), ("--jobs=export", "--faults=kill,two")):
+    for more in (("--jobs=train", "--faults=cut"), ("--jobs=export", "--faults=kill,two,orphan")):
         run(*command, *more, env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"})
     records = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
-    assert [one["wrong"] for one in records] == [[], [], []]
+    assert [one["wrong"] for one in records] == [[], [], [], []]
     # What is done is not done again.
-    run(*command, "--jobs=export", "--faults=kill,two", env=dict(os.environ))
-    assert len((tmp_path / "trials.jsonl").read_text().splitlines()) == 3
+    run(*command, "--jobs=export", "--faults=kill,two,orphan", env=dict(os.environ))
+    assert len((tmp_path / "trials.jsonl").read_text().splitlines()) == 4

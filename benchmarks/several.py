@@ -1,0 +1,85 @@
+"""Several processes as one command, for `benchmarks.faults`: a training in two processes, or a server with its clients.
+
+    python -m benchmarks.several two calm_jax.main ARGUMENTS
+    python -m benchmarks.several asked WORKDIR ANSWERS.jsonl
+
+The second starts `calm_jax.serve`, asks it for texts while another client closes its connection in the midst of a stream, and
+writes the answers. Both end with the status of their processes, and leave none of them.
+"""
+
+import contextlib
+import http.client
+import json
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from calm_jax.cli.files import write_atomically
+
+_ROOT = pathlib.Path(__file__).parent.parent
+# How long a process may go on after another has ended.
+_MOST_SECONDS = 900
+_PROMPTS = ("def ", "class ", "")
+
+
+@contextlib.contextmanager
+def _started(*commands: list[str]) -> Iterator[list[subprocess.Popen]]:
+    """Processes of `python -m`, which are killed at the end if they still run."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", *command], cwd=_ROOT, stdout=subprocess.PIPE, text=True
+        )
+        for command in commands
+    ]
+    try:
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def _two(arguments: list[str]) -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = [*arguments, f"--coordinator=localhost:{port}", "--num_processes=2"]
+    with _started(*([*given, f"--process_id={index}"] for index in range(2))) as running:
+        # Each prints less than a pipe holds.
+        return max(process.wait(_MOST_SECONDS) for process in running)
+
+
+def _ask(address: str, prompt: str, stream: bool) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(address, timeout=_MOST_SECONDS)
+    body = {"prompt": prompt, "seed": 1, "max_tokens": 16, "stream": stream}
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    return connection.getresponse()
+
+
+def _asked(workdir: str, answers: str) -> int:
+    with _started(["calm_jax.serve", f"--workdir={workdir}", "--port=0"]) as (server,):
+        line = server.stdout.readline()  # type: ignore[union-attr]
+        address = line.partition("http://")[2].split()[0]
+        lines = []
+        for prompt in _PROMPTS:
+            vanishing = _ask(address, prompt, stream=True)
+            vanishing.read(20)
+            vanishing.close()
+            texts = [
+                one["text"]
+                for one in json.loads(_ask(address, prompt, stream=False).read())["choices"]
+            ]
+            lines.append(json.dumps({"prompt": prompt, "texts": texts}) + "\n")
+        server.send_signal(signal.SIGTERM)
+        status = server.wait(_MOST_SECONDS)
+    write_atomically(pathlib.Path(answers), "".join(lines))
+    return status
+
+
+if __name__ == "__main__":
+    kind, *rest = sys.argv[1:]
+    sys.exit(_two(rest) if kind == "two" else _asked(*rest))
