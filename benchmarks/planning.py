@@ -1,10 +1,14 @@
-"""Prints the table of training plans in docs/scaling.md: every model size on every kind of hardware, compiled for that hardware.
+"""Prints the tables of plans in docs/scaling.md, compiled for hardware that this machine lacks.
 
-    python -m benchmarks.planning --folder=DIR
+    python -m benchmarks.planning --folder=DIR                    # the published batch on every kind of hardware
+    python -m benchmarks.planning --folder=DIR --table=machines   # which config for my machine
+    python -m benchmarks.planning --folder=DIR --table=machines --compile=0   # what DIR has
 
-Each plan takes minutes, and its line is printed when it is ready. Plans that DIR already has are not made again.
+Each plan takes minutes, and its line is printed when it is ready. Plans that DIR already has are not made again, so that the command can
+be interrupted and given again.
 """
 
+import itertools
 import json
 import pathlib
 import shlex
@@ -13,10 +17,13 @@ import sys
 
 from absl import app, flags
 
+from benchmarks.machines import MACHINES, RECIPES, USES, Cell, options
 from calm_jax.cli.command import command
 from calm_jax.cli.flags import parse_flags
 from calm_jax.errors import UserError
 
+_TABLE = flags.DEFINE_enum("table", "sizes", ["sizes", "machines"], "the table to print")
+_COMPILE = flags.DEFINE_bool("compile", True, "make the plans that the folder lacks")
 _FOLDER = flags.DEFINE_string("folder", "", "where the plans are kept, as JSON files")
 
 # (recipe, hardware, devices along data, devices along fsdp, microbatches), for the published batch of 256 x 8192 tokens.
@@ -34,18 +41,6 @@ PLANS = (
     ("calm_xl", "v6e:8x8", 8, 8, 4),
     ("calm_xl", "h100:8", 1, 8, 16),
 )
-
-
-def options(recipe: str, topology: str, data: int, fsdp: int, microbatches: int) -> list[str]:
-    """The options of `python -m calm_jax.plan` for one line of the table."""
-    return [
-        f"--config=configs/{recipe}.py",
-        f"--topology={topology}",
-        f"--config.mesh.data={data}",
-        f"--config.mesh.fsdp={fsdp}",
-        f"--config.lm.training.accumulation_steps={microbatches}",
-        "--config.lm.model.remat=full",
-    ]
 
 
 def line(chosen: tuple, plan: dict) -> str:
@@ -68,6 +63,17 @@ def line(chosen: tuple, plan: dict) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def planned(path: pathlib.Path, asked: list[str]) -> dict | None:
+    """The plan in a file, made first if there is none; None if that failed, or nothing is to be compiled."""
+    if not path.exists() and _COMPILE.value:
+        program = [sys.executable, "-m", "calm_jax.plan", *asked, f"--output={path}"]
+        done = subprocess.run(program, capture_output=True, text=True, check=False)
+        if not path.exists():
+            # Such as a compiler that is not installed here.
+            print(f"{shlex.join(program)}: {done.stderr.splitlines()[-1]}", file=sys.stderr)
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 @command
 def main(argv: list[str]) -> None:
     if len(argv) > 1 or not _FOLDER.value:
@@ -77,15 +83,17 @@ def main(argv: list[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--folder={folder} cannot be made: {error.strerror}") from error
+    if _TABLE.value == "machines":
+        for machine, use in itertools.product(MACHINES, USES):
+            cells = [Cell(machine, recipe, use) for recipe in RECIPES]
+            texts = [one.text(planned(folder / f"{one.name}.json", one.options)) for one in cells]
+            print(f"| {machine} | {use} | {' | '.join(texts)} |", flush=True)
+        return
     for chosen in PLANS:
         recipe, topology, *_ = chosen
-        path = folder / f"{recipe}-{topology.replace(':', '-')}.json"
-        if not path.exists():
-            asked = [sys.executable, "-m", "calm_jax.plan", *options(*chosen), f"--output={path}"]
-            done = subprocess.run(asked, capture_output=True, text=True, check=False)
-            if not path.exists():
-                raise UserError(f"{shlex.join(asked)}: {done.stderr.splitlines()[-1]}")
-        print(line(chosen, json.loads(path.read_text())), flush=True)
+        plan = planned(folder / f"{recipe}-{topology.replace(':', '-')}.json", options(*chosen))
+        if plan is not None:
+            print(line(chosen, plan), flush=True)
 
 
 if __name__ == "__main__":

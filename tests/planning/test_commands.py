@@ -1,5 +1,6 @@
 """Every command of the README, the docs and launch/ that names hardware fits there: both stages are compiled for it."""
 
+import itertools
 import json
 import pathlib
 import re
@@ -7,6 +8,8 @@ import shlex
 
 import pytest
 
+from benchmarks.machines import MACHINES, RECIPES, USES, Cell
+from calm_jax.planning.topology import parse
 from tests.planning.test_planner import need_cuda, need_tpu, plan
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -78,3 +81,15 @@ def assert_fits(options: tuple[str, ...], tmp_path: pathlib.Path) -> None:
     done = plan(*options, f"--output={tmp_path}/plan.json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "plan.json").read_text())["fits"]
+
+
+def test_every_cell_of_the_table_of_machines_divides_its_batch_over_the_machines_devices():
+    for machine, recipe, use in itertools.product(MACHINES, RECIPES, USES):
+        cell = Cell(machine, recipe, use)
+        given = dict(one.removeprefix("--").split("=", 1) for one in cell.options)
+        devices = int(given["config.mesh.data"]) * int(given["config.mesh.fsdp"])
+        assert devices == parse(given["topology"]).num_devices
+        if use != "generation":
+            rows = int(given["config.lm.training.batch_size"])
+            assert rows % (devices * cell.microbatches) == 0
+        assert cell.text(None) == "not compiled"
