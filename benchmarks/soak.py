@@ -140,9 +140,9 @@ def _train(soak: _Soak) -> None:
     process.send_signal(signal.SIGTERM)
     status = process.wait(300)
     reader.join()
-    steps = [int(path.name) for path in (workdir / "lm").iterdir() if path.name.isdigit()]
-    left = [path.name for path in (workdir / "lm").iterdir() if not path.name.isdigit()]
-    soak.done = max(steps) // 20
+    names = [path.name for path in (workdir / "lm").glob("*")]
+    left = [name for name in names if not name.isdigit()]
+    soak.done = max((int(name) for name in names if name.isdigit()), default=0) // 20
     soak.wrong += [f"{name} is left" for name in left]
     if status != 75:
         soak.wrong.append(f"status {status}")

@@ -24,7 +24,7 @@ from calm_jax.errors import UserError
 _MOST_SECONDS = 60.0
 _MOST_MEMORY = 2**32
 # Characters of a line of error.
-_LONGEST = 1500
+_LONGEST = 1600
 _LINES_OF_ERROR = 12
 
 

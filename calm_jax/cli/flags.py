@@ -7,6 +7,7 @@ import pathlib
 import runpy
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -14,13 +15,18 @@ from ml_collections import ConfigDict, config_flags
 from calm_jax.errors import UserError, nearest
 
 
+def _refuse(message: str) -> NoReturn:
+    """Ends the command as a `UserError` does."""
+    print(f"error: {UserError(message)}", file=sys.stderr)
+    sys.exit(2)
+
+
 def parse_flags(argv: list[str]) -> list[str]:
     """Parses the flags of a command without a config."""
     try:
         return flags.FLAGS(argv)
     except (flags.Error, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(" ".join(str(error).split()))
 
 
 def parse_config_flags(config: ConfigDict) -> Callable[[list[str]], list[str]]:
@@ -40,8 +46,7 @@ def parse_config_flags(config: ConfigDict) -> Callable[[list[str]], list[str]]:
                 return flags.FLAGS(argv)
             except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
                 message = " ".join(str(error).split())
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(message)
 
     return parse
 
@@ -57,8 +62,7 @@ def parse_recipe_flags(argv: list[str]) -> list[str]:
         message = str(error)
     except (flags.Error, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+    _refuse(message)
 
 
 def _recipe_flag(argv: list[str]) -> str | None:
