@@ -3,7 +3,7 @@
 The functions are for `app.run(main, flags_parser=...)`.
 """
 
-import pathlib
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -81,7 +81,8 @@ def _recipe(recipe_flag: str) -> ConfigDict:
     The flag itself would show such an error as a traceback, or not before the config is read.
     """
     file, *argument = recipe_flag.split(":", 1)
-    if not pathlib.Path(file).is_file():
+    # Not pathlib's, which raises an error for a name that is too long.
+    if not os.path.isfile(file):
         raise UserError(f"--config={recipe_flag}: there is no file {file}")
     try:
         return runpy.run_path(file)["get_config"](*argument)
