@@ -229,11 +229,14 @@ def test_every_commit_that_a_page_names_is_in_the_history(page):
 # --- Pictures
 
 
-def test_the_picture_is_what_its_script_draws(tmp_path):
+@pytest.mark.parametrize(
+    "page, name", [("README.md", "two_stages"), ("docs/training.md", "training_curves")]
+)
+def test_the_picture_is_what_its_script_draws(tmp_path, page, name):
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib (in the extra 'plot')")
-    script = ROOT / "docs" / "pictures" / "two_stages.py"
+    script = ROOT / "docs" / "pictures" / f"{name}.py"
     kept = script.with_suffix(".svg")
-    assert f"]({kept.relative_to(ROOT)})" in README
+    assert f"]({kept.relative_to((ROOT / page).parent)})" in PAGES[page]
     drawn = tmp_path / "drawn.svg"
     runpy.run_path(str(script))["draw"](drawn)
 
