@@ -174,6 +174,7 @@ _ADDED: dict[str, Any] = {
     "lm.head.decoded_brier_weight": 0.0,
     "lm.head.decoded_brier_delay": 0,
     "lm.token_loss_weight": 0.0,
+    "sample.shown_candidates": 0,
 }
 # The same for keys whose value is that of another key of their section.
 _ADDED_AS = {"lm.model.rms_norm_epsilon": "norm_epsilon"}

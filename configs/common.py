@@ -160,6 +160,9 @@ def get_config() -> ConfigDict:
     # Draws that are computed together, over all prompts: enough to fill the device, but not many more, because a group of
     # draws is always finished.
     config.sample.draws_at_once = 256
+    # How many candidates are kept beside each chunk: the most frequent chunks of the pool that it was chosen from, with their
+    # counts. The server's page shows them. They cost decoding, and change no text.
+    config.sample.shown_candidates = 0
     # Maximum tokens to generate for each prompt.
     config.sample.max_tokens = 128
     # Stop strings: a text ends before the first of them.

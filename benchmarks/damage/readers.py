@@ -364,12 +364,12 @@ def _limits():
 
 
 def _read_requests(folder: pathlib.Path) -> Any:
-    from calm_jax.serve.request import RequestError, parse, refused
+    from calm_jax.serve.request import RequestError, load, parse, refused
 
     found = []
     for name in ("body.json", "ids.json"):
         try:
-            asked = parse((folder / name).read_bytes(), _generator(), "tiny", _limits())
+            asked = parse(load((folder / name).read_bytes()), _generator(), _limits())
             try:
                 rows = _generator().rows(asked.prompts, asked.options, asked.seed)
             except UserError as error:
@@ -396,7 +396,8 @@ def _port() -> int:
 
     from calm_jax.serve import app
 
-    served = app.make_app(_generator(), "tiny", 4, _limits(), app.LOOPBACK_NAMES)
+    models = {"tiny": app.Served(_generator(), 4, _limits())}
+    served = app.make_app(models, app.LOOPBACK_NAMES)
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(served, http="h11", ws="none", lifespan="on", log_level="critical")
     threading.Thread(target=uvicorn.Server(config).run, args=([listener],), daemon=True).start()

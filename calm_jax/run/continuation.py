@@ -24,6 +24,8 @@ class Continuation:
       chunk_ends: `len(tokens)` after each chunk.
       draws, decoded, exact: one entry a chunk: latents drawn, tokens decoded, and whether the sampler was exact (see
         `calm_jax.sampling.search.Sampled`).
+      candidates, pool: where `sample.shown_candidates` asks for them, one entry a chunk: the most frequent chunks of the
+        pool that it was chosen from, `{"text", "tokens", "votes"}` each, and the draws of that pool; empty and 0 without a pool.
       seconds: one entry a chunk: seconds from when the prompt got a place in the batch until the host had the chunk. The
         first call includes compilation.
       finish: "eos", "stop", "length" (`max_tokens`) or "cancelled"; empty while text is still being generated.
@@ -41,6 +43,8 @@ class Continuation:
     decoded: list[int] = dataclasses.field(default_factory=list)
     exact: list[bool] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
+    candidates: list[list[dict]] = dataclasses.field(default_factory=list)
+    pool: list[int] = dataclasses.field(default_factory=list)
     finish: str = ""
     alignment: str = "whole"
     match_draws: int = 0
@@ -161,6 +165,16 @@ class Row:
         to.draws.append(int(chunk.draws))
         to.decoded.append(int(chunk.decoded))
         to.exact.append(bool(chunk.exact))
+        if chunk.candidates is not None:
+            given = chunk.candidates
+            to.candidates.append(
+                [
+                    {"text": self._tokenizer.decode(ids), "tokens": ids, "votes": votes}
+                    for ids, votes in zip(given.chunk.tolist(), given.votes.tolist(), strict=True)
+                    if votes
+                ]
+            )
+            to.pool.append(int(given.pool))
         to.seconds.append(round(time.monotonic() - self.began, 6))
         return Piece(to, len(to.draws) - 1, piece, bool(to.finish))
 

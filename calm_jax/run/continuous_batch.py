@@ -232,7 +232,7 @@ class ContinuousBatch:
         for number in range(num_steps - self._num_steps):
             for place, row in running.items():
                 if not row.continuation.finish:
-                    chunk = Sampled(*(x[place, number] for x in chunks))
+                    chunk = jax.tree.map(lambda x, at=(place, number): x[at], chunks)
                     pieces.append(row.append(chunk, 0))
         self._num_steps = num_steps
         return pieces
@@ -310,7 +310,7 @@ class ContinuousBatch:
         for index, row in enumerate(wanted):
             row.continuation.match_draws = int(chunks.draws[index])
             if matched_M[index]:
-                completed[row] = Sampled(*(x[index] for x in chunks))
+                completed[row] = jax.tree.map(lambda x, index=index: x[index], chunks)
         return [completed.get(row) for row in rows]
 
 

@@ -8,6 +8,8 @@ from calm_jax.sampling import temperature as law
 
 # The most draws for one chunk, and the most that are compared in pairs (16 MiB of comparisons for 4096 draws).
 _MOST_DRAWS, MOST_COMPARED = 2**24, 4096
+# The most candidates beside a chunk.
+_MOST_SHOWN = 64
 
 # Options that have no meaning for the autoregressive baseline.
 CALM_ONLY = (
@@ -16,6 +18,7 @@ CALM_ONLY = (
     "max_draws",
     "draws_at_once",
     "prompt_alignment",
+    "shown_candidates",
 )
 
 
@@ -32,6 +35,7 @@ class SamplerConfig:
     max_draws: int
     draws_at_once: int
     top_p: float
+    shown_candidates: int = dataclasses.field(default=0, kw_only=True)
 
     def __post_init__(self):
         if not 0 <= self.temperature < math.inf:
@@ -43,6 +47,10 @@ class SamplerConfig:
                 raise UserError(
                     f"{name}={getattr(self, name)} must be at least 1 and at most {_MOST_DRAWS}"
                 )
+        if not 0 <= self.shown_candidates <= _MOST_SHOWN:
+            raise UserError(
+                f"shown_candidates={self.shown_candidates} must be from 0 to {_MOST_SHOWN}"
+            )
         # The draws of one pool are compared in pairs.
         pools = {"batch": "num_candidates", "published": "num_candidates", "growing": "max_draws"}
         name = pools.get(self.sampler)
@@ -117,4 +125,4 @@ class SampleConfig(SamplerConfig):
     def sampler_config(self) -> SamplerConfig:
         """The options of one chunk alone, which compiled programs depend on."""
         names = [field.name for field in dataclasses.fields(SamplerConfig)]
-        return SamplerConfig(*(getattr(self, name) for name in names))
+        return SamplerConfig(**{name: getattr(self, name) for name in names})

@@ -21,11 +21,18 @@ class Counted(NamedTuple):
 
     Attributes:
         count: int32 [B, N], the count of each draw's chunk in its pool.
+        is_first: bool [B, N], whether no draw before it is equal.
         decoded: int32 [B], how many tokens of the row's draws were decoded.
     """
 
     count: Array  # type: ignore[assignment]  # hides `tuple.count`, which nothing here calls
+    is_first: Array
     decoded: Array
+
+
+def is_first_of(equal_BNN: Array) -> Array:
+    """Which draws are equal to none before them, of all that are equal, bool [B, N]."""
+    return equal_BNN.argmax(-1) == jnp.arange(equal_BNN.shape[-1])
 
 
 def count_draws(model: ChunkModel, latent_BNZ: Array, company: int) -> Counted:
@@ -70,7 +77,7 @@ def count_draws(model: ChunkModel, latent_BNZ: Array, company: int) -> Counted:
         # The last position first: its token separates draws at least as well as any other's (measured).
         state = narrow(state, model.argmax_tokens(x_RKD[:, last]))
         _, equal_BNN, decoded_B = jax.lax.fori_loop(1, last + 1, next_position, state)
-    return Counted(equal_BNN.sum(-1, dtype=jnp.int32), decoded_B)
+    return Counted(equal_BNN.sum(-1, dtype=jnp.int32), is_first_of(equal_BNN), decoded_B)
 
 
 def _argmax_of_kept(model: ChunkModel, x_RD: Array, kept_R: Array) -> Array:

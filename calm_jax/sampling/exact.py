@@ -24,6 +24,7 @@ from calm_jax.sampling.search import (
     from_pool,
     kept_back,
     keys,
+    most_drawn,
     new_search,
     take_draw,
 )
@@ -73,7 +74,7 @@ def pooled(
     # For n = 1 one draw is enough: its distribution is p.
     sizes = pool_sizes(budget - block) if n > 1 else (1,)
     last = len(sizes) - 1
-    found = new_search(model, h_BD, key_B, active_B)
+    found = new_search(model, h_BD, key_B, active_B, config)
 
     def affords(found: Found) -> Array:
         return found.draws + jnp.asarray(sizes)[found.level] + block <= budget
@@ -83,9 +84,10 @@ def pooled(
         size = sizes[level]
         draw_key_G, emit_key_G, pick_key_G, fraction_key_G = keys(key_G, found.rounds, 4)
         latent_GNZ = model.latents(h_GD, size, draw_key_G, 1)
-        # The choice by weight may fall back to any level, so the last pool needs all counts from 2 on.
+        # The choice by weight may fall back to any level, so the last pool needs all counts from 2 on; so do candidates.
         may_fall_back = level == last and not a
-        counted = count_draws(model, latent_GNZ, company=2 if may_fall_back else n)
+        needs_all = may_fall_back or config.shown_candidates
+        counted = count_draws(model, latent_GNZ, company=2 if needs_all else n)
         index_G, emitted_G = law.emit(counted.count, n, emit_key_G)
         if may_fall_back:
             weight_GN, _ = law.log_weights(counted.count, config.temperature, leave_out=True)
@@ -97,6 +99,7 @@ def pooled(
             exact=emitted_G,
             level=jnp.minimum(found.level + ~emitted_G, last),
             rounds=found.rounds + 1,
+            candidates=most_drawn(latent_GNZ, counted.count, counted.is_first, config),
         )
         if not a:
             return found._replace(done=found.exact)
@@ -226,7 +229,7 @@ def rejection(
     budget = config.max_draws - reserve
     # A budget below one block is used in one step.
     size = min(_BLOCK, budget)
-    found = new_search(model, h_BD, key_B, active_B)
+    found = new_search(model, h_BD, key_B, active_B, config)
 
     def use(state, drawn):
         found, candidate = state

@@ -10,6 +10,7 @@ from jax import Array
 from calm_jax.sampling import temperature as law
 from calm_jax.sampling.chunk_model import ChunkModel
 from calm_jax.sampling.config import SamplerConfig
+from calm_jax.sampling.counting import is_first_of
 from calm_jax.sampling.search import (
     FIRST_POOL,
     Sampled,
@@ -17,7 +18,9 @@ from calm_jax.sampling.search import (
     for_active,
     from_pool,
     keys,
+    most_drawn,
     new_search,
+    no_candidates,
     take_draw,
 )
 
@@ -36,7 +39,7 @@ def one_pool(leave_out: bool) -> Callable[..., Sampled]:
     def sample(
         model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array, config: SamplerConfig
     ) -> Sampled:
-        found = new_search(model, h_BD, key_B, active_B)
+        found = new_search(model, h_BD, key_B, active_B, config)
         found = from_pool(model, h_BD, key_B, found, config.num_candidates, config, leave_out)
         return finished(model, found, active_B)
 
@@ -89,7 +92,8 @@ def complete_chunk(
     sizes = [min(FIRST_POOL, config.max_draws)]
     while sizes[-1] < config.max_draws:
         sizes.append(min(2 * sizes[-1], config.max_draws))
-    found = new_search(model, h_BD, key_B, active_B)
+    found = new_search(model, h_BD, key_B, active_B, config)
+    found = found._replace(candidates=no_candidates(prefix.tokens, config))
     pool_BNK = jnp.zeros((batch, sizes[-1], chunk_size), jnp.int32)
     before = 0
     state = found, pool_BNK, jnp.zeros_like(prefix.tokens), jnp.zeros(batch, bool)
@@ -104,7 +108,8 @@ def complete_chunk(
             drawn_GNK = pool_GNK[:, :size]
             is_free_GK = jnp.arange(chunk_size) >= prefix.length[:, None]
             fits_GNK = (drawn_GNK == prefix.tokens[:, None]) | is_free_GK[:, None]
-            count_GN = jnp.where(fits_GNK.all(-1), law.count_equal(drawn_GNK), 0)
+            equal_GNN = law.equal(drawn_GNK)
+            count_GN = jnp.where(fits_GNK.all(-1), equal_GNN.sum(-1, dtype=jnp.int32), 0)
             weight_GN, _ = law.log_weights(count_GN, config.temperature, leave_out=True)
             index_G = law.pick(weight_GN, pick_key_G)
             found = found._replace(
@@ -112,6 +117,7 @@ def complete_chunk(
                 decoded=found.decoded + new_GNK[0].size,
                 rounds=found.rounds + 1,
                 done=law.groups(count_GN, together) >= enough,
+                candidates=most_drawn(drawn_GNK, count_GN, is_first_of(equal_GNN), config),
             )
             return found, pool_GNK, take_draw(pool_GNK, index_G), count_GN.any(-1)
 
@@ -124,6 +130,7 @@ def complete_chunk(
         found.draws,
         found.decoded,
         fits_B & active_B & (config.temperature == 1),
+        found.candidates,
     )
 
 

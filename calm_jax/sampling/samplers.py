@@ -23,7 +23,7 @@ def _at_noise(
     model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array, config: SamplerConfig
 ) -> Sampled:
     """One draw with the head's noise multiplied by T, which the paper suggests; its distribution is not a power of p for T < 1."""
-    found = new_search(model, h_BD, key_B, active_B)
+    found = new_search(model, h_BD, key_B, active_B, config)
     latent_B1Z = model.latents(h_BD, 1, key_B, config.temperature)
     found = found._replace(
         latent=latent_B1Z[:, 0],

@@ -20,6 +20,21 @@ from calm_jax.sampling.counting import count_draws
 FIRST_POOL = 16
 
 
+class Candidates(NamedTuple):
+    """The most frequent chunks of the pool that each row's chunk was chosen from, C of them.
+
+    Attributes:
+        chunk: their tokens, int32 [B, C, K]; during a search the latent of one draw of each, [B, C, Z].
+        votes: int32 [B, C], how many draws of the pool are equal to each, in falling order; 0 where there are no more.
+            A sampler without a pool has none.
+        pool: int32 [B], the draws of the pool.
+    """
+
+    chunk: Array
+    votes: Array
+    pool: Array
+
+
 class Sampled(NamedTuple):
     """The next chunk of each row, and its cost.
 
@@ -30,12 +45,14 @@ class Sampled(NamedTuple):
         exact: bool [B], whether an exact sampler finished within its budget. If 1/T is a whole number, such chunks
             have the distribution `p^(1/T)`. Otherwise they favour frequent chunks: searches for rare ones take longer, and the
             budget ends more of them.
+        candidates: None where the config asks for none (`shown_candidates`).
     """
 
     tokens: Array
     draws: Array
     decoded: Array
     exact: Array
+    candidates: Candidates | None = None
 
 
 class Found(NamedTuple):
@@ -49,6 +66,7 @@ class Found(NamedTuple):
         done: bool [B], whether the search is over.
         level: int32 [B], the index of the next pool's size.
         rounds: int32 [B], the number of pools and blocks drawn so far; numbers the random keys.
+        candidates: of the latest pool; None where the config asks for none.
     """
 
     latent: Array
@@ -58,6 +76,7 @@ class Found(NamedTuple):
     done: Array
     level: Array
     rounds: Array
+    candidates: Candidates | None = None
 
 
 def keys(key_B: Array, rounds_B: Array, num: int) -> Array:
@@ -66,18 +85,44 @@ def keys(key_B: Array, rounds_B: Array, num: int) -> Array:
     return jax.vmap(lambda key: jax.random.split(key, num), out_axes=1)(round_key_B)
 
 
-def new_search(model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array) -> Found:
+def most_drawn(
+    chunk_BNX: Array, count_BN: Array, is_first_BN: Array, config: SamplerConfig
+) -> Candidates | None:
+    """The most frequent chunks of a pool, as tokens or latents, if the config asks for them."""
+    num, size = config.shown_candidates, count_BN.shape[1]
+    if not num:
+        return None
+    votes_BC, index_BC = jax.lax.top_k(jnp.where(is_first_BN, count_BN, 0), min(num, size))
+    missing = num - votes_BC.shape[1]
+    votes_BC = jnp.pad(votes_BC, ((0, 0), (0, missing)))
+    index_BC = jnp.pad(index_BC, ((0, 0), (0, missing)))
+    chunk_BCX = jnp.take_along_axis(chunk_BNX, index_BC[..., None], axis=1)
+    return Candidates(chunk_BCX, votes_BC, jnp.full(len(count_BN), size, jnp.int32))
+
+
+def no_candidates(like_BX: Array, config: SamplerConfig) -> Candidates | None:
+    """Those of searches that have no pool yet; `like_BX`: one chunk of each row, as tokens or latents."""
+    nothing_B1 = jnp.zeros((len(like_BX), 1), jnp.int32)
+    found = most_drawn(jnp.zeros_like(like_BX)[:, None], nothing_B1, nothing_B1 == 0, config)
+    return found if found is None else found._replace(pool=nothing_B1[:, 0])
+
+
+def new_search(
+    model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array, config: SamplerConfig
+) -> Found:
     """The searches before their first draw; rows that are not active are done."""
     latent = jax.eval_shape(lambda: model.latents(h_BD, 1, key_B, 1))
     zero_B = jnp.zeros(len(h_BD), jnp.int32)
+    latent_BZ = jnp.zeros((len(h_BD), latent.shape[-1]), latent.dtype)
     return Found(
-        jnp.zeros((len(h_BD), latent.shape[-1]), latent.dtype),
+        latent_BZ,
         draws=zero_B,
         decoded=zero_B,
         exact=zero_B > 0,
         done=~active_B,
         level=zero_B,
         rounds=zero_B,
+        candidates=no_candidates(latent_BZ, config),
     )
 
 
@@ -85,7 +130,10 @@ def finished(model: ChunkModel, found: Found, active_B: Array) -> Sampled:
     """The result of the searches: decodes their latents."""
     tokens_BK = model.decode(found.latent[:, None])[:, 0]
     decoded_B = found.decoded + tokens_BK.shape[1] * active_B
-    return Sampled(tokens_BK, found.draws, decoded_B, found.exact & active_B)
+    candidates = found.candidates
+    if candidates is not None:
+        candidates = candidates._replace(chunk=model.decode(candidates.chunk))
+    return Sampled(tokens_BK, found.draws, decoded_B, found.exact & active_B, candidates)
 
 
 def take_draw(latent_GNZ: Array, index_G: Array) -> Array:
@@ -115,6 +163,7 @@ def from_pool(
             draws=found.draws + size,
             decoded=found.decoded + counted.decoded,
             done=jnp.ones_like(found.done),
+            candidates=most_drawn(latent_GNZ, counted.count, counted.is_first, config),
         )
 
     group = max(1, config.draws_at_once // size)

@@ -44,13 +44,18 @@ def split_exponent(temperature: float) -> tuple[int, float]:
     return math.floor(exponent), exponent - math.floor(exponent)
 
 
-def count_equal(tokens_BNK: Array) -> Array:
-    """The count of each draw's chunk in its pool, itself included, int32 [B, N]."""
+def equal(tokens_BNK: Array) -> Array:
+    """Which draws of a pool are the same chunk, bool [B, N, N]."""
     # One token at a time: comparing whole chunks would hold [B, N, N, K].
     equal_BNN = jnp.ones((*tokens_BNK.shape[:2], tokens_BNK.shape[1]), bool)
     for tokens_BN in jnp.moveaxis(tokens_BNK, -1, 0):
         equal_BNN &= tokens_BN[:, :, None] == tokens_BN[:, None]
-    return equal_BNN.sum(-1, dtype=jnp.int32)
+    return equal_BNN
+
+
+def count_equal(tokens_BNK: Array) -> Array:
+    """The count of each draw's chunk in its pool, itself included, int32 [B, N]."""
+    return equal(tokens_BNK).sum(-1, dtype=jnp.int32)
 
 
 # In float64: differences of float32 lgamma values would lose four digits.

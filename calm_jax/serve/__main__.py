@@ -23,6 +23,9 @@ from calm_jax.run.generator import Generator
 from calm_jax.serve.request import Limits
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")
+_COMPARE = flags.DEFINE_string(
+    "compare", "", "folder of a second model, which the page shows beside the first"
+)
 _HOST = flags.DEFINE_string(
     "host", "127.0.0.1", "address to listen on; by default this machine alone"
 )
@@ -31,6 +34,9 @@ _MODEL = flags.DEFINE_string("model", "", "name of the model; that of the folder
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size", 0, "texts continued together; 0 for sample.batch_size of the model's config"
 )
+_LIMIT_SECONDS = flags.DEFINE_float(
+    "limit_seconds", 600, "seconds for an answer; after it status 504"
+)
 _LIMITS = (
     flags.DEFINE_integer("limit_prompt_tokens", 0, "tokens of a prompt; 0 for the model's context"),
     flags.DEFINE_integer("limit_max_tokens", 0, "new tokens of a text; 0 for the model's context"),
@@ -38,7 +44,7 @@ _LIMITS = (
     flags.DEFINE_integer("limit_draws", 4096, "num_candidates and max_draws of a request"),
     flags.DEFINE_integer("limit_waiting", 512, "texts that wait for a place; beyond it status 429"),
     flags.DEFINE_integer("limit_body_bytes", 2**20, "bytes of a request"),
-    flags.DEFINE_float("limit_seconds", 600, "seconds for an answer; after it status 504"),
+    _LIMIT_SECONDS,
 )
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Connections beyond one for each text: those that ask for the page or /metrics, and those that are still sending.
@@ -51,6 +57,19 @@ def _limits(generator: Generator) -> Limits:
     for name in ("prompt_tokens", "max_tokens"):
         given[name] = given[name] or context
     return Limits(**given)
+
+
+def _names() -> dict[str, str]:
+    """The folders of the models by their names."""
+    first = _MODEL.value or pathlib.Path(_WORKDIR.value).resolve().name
+    if not _COMPARE.value:
+        return {first: _WORKDIR.value}
+    second = pathlib.Path(_COMPARE.value).resolve().name
+    if second == first:
+        raise UserError(
+            f"--compare={_COMPARE.value} has the name {first!r} of the first model: give that another by --model=NAME"
+        )
+    return {first: _WORKDIR.value, second: _COMPARE.value}
 
 
 def _listen() -> socket.socket:
@@ -71,28 +90,33 @@ def main(argv: list[str]) -> None:
         raise UserError("give the folder of a trained model: --workdir=DIR")
     if _BATCH_SIZE.value < 0:
         raise UserError(f"--batch_size={_BATCH_SIZE.value} must be at least 0")
+    names = _names()
     try:
-        from calm_jax.serve.app import LOOPBACK_NAMES, make_app
+        from calm_jax.serve.app import LOOPBACK_NAMES, Served, make_app
         from calm_jax.serve.listen import listen
     except ImportError as error:
         raise UserError(f"serving needs {error.name}: pip install 'calm_jax[serve]'") from error
     with _listen() as listener:
         keep_compiled_programs()
-        generator = Generator.load(_WORKDIR.value)
-        limits = _limits(generator)
-        model = _MODEL.value or pathlib.Path(_WORKDIR.value).resolve().name
-        num_places = _BATCH_SIZE.value or generator.options.batch_size
+        models = {}
+        for name, folder in names.items():
+            generator = Generator.load(folder)
+            num_places = _BATCH_SIZE.value or generator.options.batch_size
+            models[name] = Served(generator, num_places, _limits(generator))
         hosts = LOOPBACK_NAMES if _HOST.value in _LOOPBACK else ("*",)
-        app = make_app(generator, model, num_places, limits, hosts)
+        app = make_app(models, hosts)
         host, port = listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         url = f"http://{host}:{port}"
+        are = "are" if len(models) > 1 else "is"
         print(
-            f"{model} is served on {url} (a page) and {url}/v1 (OpenAI's completions)", flush=True
+            f"{' and '.join(models)} {are} served on {url} (a page) and {url}/v1 (OpenAI's completions)",
+            flush=True,
         )
-        most_connections = num_places + limits.waiting + _MORE_CONNECTIONS
+        most_texts = sum(one.num_places + one.limits.waiting for one in models.values())
+        most_connections = most_texts + _MORE_CONNECTIONS
         # In this time every answer ends, if only because it takes too long.
-        listen(app, listener, most_connections, math.ceil(limits.seconds) + 60)
+        listen(app, listener, most_connections, math.ceil(_LIMIT_SECONDS.value) + 60)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ from calm_jax.run.continuation import Continuation, Piece
 from calm_jax.serve.engine import Job
 from calm_jax.serve.request import RequestError
 
-# Fields of a `Continuation`: lists with an entry for each chunk, and those that are known at the end of a text.
+# Fields of a `Continuation`: lists with an entry for each chunk, the same where candidates were asked for, and those that are
+# known at the end of a text.
 _PER_CHUNK = ("draws", "decoded", "exact", "seconds")
+_IF_ASKED = ("candidates", "pool")
 _AT_THE_END = ("finish", "alignment", "match_draws")
 
 
@@ -23,9 +25,13 @@ def _reason(one: Continuation) -> str:
     return "length" if one.finish == "length" else "stop"
 
 
+def _per_chunk(one: Continuation) -> tuple[str, ...]:
+    return _PER_CHUNK + (_IF_ASKED if one.candidates else ())
+
+
 def choice(one: Continuation) -> dict[str, Any]:
     """A whole text; `calm` has the fields of `Continuation`."""
-    names = ("tokens", "chunk_ends", *_PER_CHUNK, *_AT_THE_END)
+    names = ("tokens", "chunk_ends", *_per_chunk(one), *_AT_THE_END)
     return {
         "index": one.index,
         "text": one.text,
@@ -40,7 +46,7 @@ def streamed_choice(piece: Piece) -> dict[str, Any]:
     one, number = piece.continuation, piece.number
     first = one.chunk_ends[number - 1] if number else 0
     about: dict[str, Any] = {"tokens": one.tokens[first : one.chunk_ends[number]]}
-    about |= {name: getattr(one, name)[number] for name in _PER_CHUNK}
+    about |= {name: getattr(one, name)[number] for name in _per_chunk(one)}
     if piece.is_last:
         about |= {name: getattr(one, name) for name in _AT_THE_END}
     return {

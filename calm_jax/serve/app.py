@@ -1,7 +1,7 @@
 """The routes of the server, and the way of a request from its body to its answer.
 
 POST /v1/completions  OpenAI's completions, whole or as server-sent events
-GET /v1/models        the one model, with the options of requests that do not name them
+GET /v1/models        the models, with the options of requests that do not name them
 GET /health           200 while the model's thread runs
 GET /metrics          Prometheus's text format
 GET /                 a page for people, page.html
@@ -14,7 +14,7 @@ import json
 import pathlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import prometheus_client as prometheus
@@ -38,6 +38,8 @@ from calm_jax.serve.request import (
     CompletionRequest,
     Limits,
     RequestError,
+    asked_model,
+    load,
     parse,
     refused,
 )
@@ -60,20 +62,30 @@ _POLICY = (
 )
 
 
-def make_app(
-    generator: Generator, model: str, num_places: int, limits: Limits, hosts: Sequence[str]
-) -> Starlette:
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A model that is served.
+
+    Attributes:
+      generator: the model; once the application runs, nothing else may use it.
+      num_places: how many texts are continued together.
+      limits: of what a client may ask for.
+    """
+
+    generator: Generator
+    num_places: int
+    limits: Limits
+
+
+def make_app(models: Mapping[str, Served], hosts: Sequence[str]) -> Starlette:
     """The application, for uvicorn or another ASGI server.
 
     Args:
-      generator: the model; once the application runs, nothing else may use it.
-      model: its name.
-      num_places: how many texts are continued together.
-      limits: of what a client may ask for.
+      models: by name; the first is for requests that name none, and its limits of a body and of an answer's time are for all.
       hosts: names in the header Host that are answered, "*" for all. With the names of this machine alone, a page of
         another site cannot reach a server on this machine by giving its own name this machine's address.
     """
-    server = _Server(generator, model, num_places, limits)
+    server = _Server(models)
     return Starlette(
         routes=[
             Route("/", server.page),
@@ -94,39 +106,47 @@ def make_app(
 
 
 class _Server:
-    def __init__(self, generator: Generator, model: str, num_places: int, limits: Limits):
-        self._generator, self._model, self._limits = generator, model, limits
-        self._engine = Engine(generator, num_places)
-        self._metrics = Metrics(self._engine)
+    def __init__(self, models: Mapping[str, Served]):
+        self._models = models
+        self._limits = next(iter(models.values())).limits
+        self._engines = {
+            name: Engine(one.generator, one.num_places) for name, one in models.items()
+        }
+        self._metrics = Metrics(list(self._engines.values()))
         self._began = int(time.time())
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self._engine.start()
+        for engine in self._engines.values():
+            engine.start()
         yield
-        await run_in_threadpool(self._engine.stop)
+        for engine in self._engines.values():
+            await run_in_threadpool(engine.stop)
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(_PAGE, headers={"Content-Security-Policy": _POLICY})
 
     async def models(self, request: Request) -> Response:
-        about = {
-            "id": self._model,
-            "object": "model",
-            "created": self._began,
-            "owned_by": "calm_jax",
-            "calm": {
-                "is_calm": self._generator.has_autoencoder,
-                "chunk_size": self._generator.task.chunk_size,
-                "samplers": list(SAMPLERS),
-                "options": dataclasses.asdict(self._generator.options),
-                "limits": dataclasses.asdict(self._limits),
-            },
-        }
-        return JSONResponse({"object": "list", "data": [about]})
+        about = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._began,
+                "owned_by": "calm_jax",
+                "calm": {
+                    "is_calm": one.generator.has_autoencoder,
+                    "chunk_size": one.generator.task.chunk_size,
+                    "samplers": list(SAMPLERS),
+                    "options": dataclasses.asdict(one.generator.options),
+                    "limits": dataclasses.asdict(one.limits),
+                },
+            }
+            for name, one in self._models.items()
+        ]
+        return JSONResponse({"object": "list", "data": about})
 
     async def health(self, request: Request) -> Response:
-        is_alive = self._engine.is_alive
+        is_alive = all(engine.is_alive for engine in self._engines.values())
         return JSONResponse(
             {"status": "ok" if is_alive else _ENDED},
             200 if is_alive else 503,
@@ -140,15 +160,17 @@ class _Server:
         """Checks a request, submits it, and answers."""
         began = time.monotonic()
         try:
-            asked = parse(await self._body(request), self._generator, self._model, self._limits)
-            job = await self._submit(asked)
+            fields = load(await self._body(request))
+            model = asked_model(fields, list(self._models))
+            asked = parse(fields, self._models[model].generator, self._models[model].limits)
+            job = await self._submit(model, asked)
         except (RequestError, ClientDisconnect) as error:
             status = error.status if isinstance(error, RequestError) else _CLIENT_CLOSED
             self._metrics.requests.labels(status).inc()
             raise
 
         def close(status: int) -> None:
-            self._engine.close(job)
+            self._engines[model].close(job)
             self._metrics.count(job)
             self._metrics.requests.labels(status).inc()
             self._metrics.seconds.observe(time.monotonic() - began)
@@ -157,7 +179,7 @@ class _Server:
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": self._model,
+            "model": model,
             "calm": {"seed": asked.seed},
         }
         if asked.stream:
@@ -194,15 +216,16 @@ class _Server:
             ) from error
         return bytes(body)
 
-    async def _submit(self, asked: CompletionRequest) -> Job:
-        """Tokenises the prompts, and gives them to the engine if there is room."""
+    async def _submit(self, model: str, asked: CompletionRequest) -> Job:
+        """Tokenises the prompts, and gives them to the model's engine if there is room."""
+        served, engine = self._models[model], self._engines[model]
         try:
             rows = await run_in_threadpool(
-                self._generator.rows, asked.prompts, asked.options, asked.seed
+                served.generator.rows, asked.prompts, asked.options, asked.seed
             )
         except UserError as error:
             raise refused(error) from error
-        most = self._limits.prompt_tokens
+        most = served.limits.prompt_tokens
         for row in rows:
             if len(row.ids) > most:
                 raise RequestError(
@@ -210,18 +233,18 @@ class _Server:
                     f"prompt {row.continuation.index} has {len(row.ids)} tokens; at most {most} are allowed here",
                     "prompt",
                 )
-        running, waiting = self._engine.count_unfinished()
-        if running + waiting + len(rows) > self._engine.num_places + self._limits.waiting:
+        running, waiting = engine.count_unfinished()
+        if running + waiting + len(rows) > engine.num_places + served.limits.waiting:
             raise RequestError(
                 429,
                 f"{waiting} texts wait already: try again later",
                 kind="rate_limit_error",
                 headers={"Retry-After": "1"},
             )
-        if not self._engine.is_alive:
+        if not engine.is_alive:
             raise RequestError(503, _ENDED, kind="server_error")
         job = Job(rows, asked.stream)
-        self._engine.submit(job)
+        engine.submit(job)
         return job
 
     async def _finish(self, request: Request, job: Job) -> None:

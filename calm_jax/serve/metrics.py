@@ -1,5 +1,7 @@
 """Counts of what the server does, for Prometheus."""
 
+from collections.abc import Sequence
+
 import prometheus_client as prometheus
 
 from calm_jax.serve.engine import Engine, Job
@@ -8,7 +10,7 @@ from calm_jax.serve.engine import Engine, Job
 class Metrics:
     """What /metrics shows."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engines: Sequence[Engine]):
         self.registry = registry = prometheus.CollectorRegistry()
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> prometheus.Counter:
@@ -27,11 +29,11 @@ class Metrics:
         self.running = prometheus.Gauge(
             "calm_texts_running", "Texts with a place", registry=registry
         )
-        self.running.set_function(lambda: engine.count_unfinished()[0])
+        self.running.set_function(lambda: sum(one.count_unfinished()[0] for one in engines))
         self.waiting = prometheus.Gauge(
             "calm_texts_waiting", "Texts without one", registry=registry
         )
-        self.waiting.set_function(lambda: engine.count_unfinished()[1])
+        self.waiting.set_function(lambda: sum(one.count_unfinished()[1] for one in engines))
 
     def count(self, job: Job) -> None:
         """Adds up what a job's texts took."""

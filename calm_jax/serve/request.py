@@ -35,6 +35,7 @@ _OPTIONS: dict[str, type] = {
     "sampler": str,
     "num_candidates": int,
     "max_draws": int,
+    "shown_candidates": int,
     "prompt_alignment": str,
     "long_context": str,
 }
@@ -114,24 +115,28 @@ class CompletionRequest:
     include_usage: bool
 
 
-def parse(body: bytes, generator: Generator, model: str, limits: Limits) -> CompletionRequest:
+def asked_model(fields: dict[str, Any], names: Sequence[str]) -> str:
+    """The name of the model that a request asks for; without one, the first. Raises `RequestError` 404 for another."""
+    asked = _field(fields, "model", str)
+    if asked is None:
+        return names[0]
+    if asked not in names:
+        served = " or ".join(map(repr, names))
+        raise RequestError(404, f"model={asked!r} is not served here: it is {served}", "model")
+    return asked
+
+
+def parse(fields: dict[str, Any], generator: Generator, limits: Limits) -> CompletionRequest:
     """Checks all of a request but its prompts' tokens.
 
     Args:
-      body: of the HTTP request.
+      fields: of the body, from `load`.
       generator: has the options that the request does not name.
-      model: the name of the model that is served.
-      limits: of this server.
+      limits: of the model.
 
     Raises:
-      RequestError: 400 for what is malformed or beyond a limit, 404 for another model.
+      RequestError: 400 for what is malformed or beyond a limit.
     """
-    fields = _load(body)
-    asked_model = _field(fields, "model", str)
-    if asked_model not in (None, model):
-        raise RequestError(
-            404, f"model={asked_model!r} is not served here: it is {model!r}", "model"
-        )
     prompts, num = _prompts(fields.get("prompt")), _field(fields, "n", int)
     num = 1 if num is None else num
     if num < 1 or num * len(prompts) > limits.texts:
@@ -151,8 +156,8 @@ def parse(body: bytes, generator: Generator, model: str, limits: Limits) -> Comp
     )
 
 
-def _load(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body, with known fields only."""
+def load(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body, with known fields only. Raises `RequestError` 400 for another body."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")

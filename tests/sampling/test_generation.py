@@ -50,6 +50,7 @@ BAD = {
     "num_candidates": (0, -1, 2**40),
     "max_draws": (0, -1, 2**40),
     "draws_at_once": (0, -1),
+    "shown_candidates": (-1, 65),
     "top_p": (0.0, 1.1, float("nan")),
     "max_tokens": (0, -5),
     "stop": (("",), ("x", ""), "x"),

@@ -318,6 +318,40 @@ def test_a_rows_chunk_depends_neither_on_other_rows_nor_on_the_group_size(sample
     assert_same(few(h_B1, key_B, active_B), together)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sampler, temperature_", [*((sampler, 0.5) for sampler in SAMPLERS), ("pooled", 0.4)]
+)
+def test_candidates_are_the_counts_of_the_pool_and_change_no_chunk(sampler, temperature_):
+    """Of more candidates than chunks, the votes add up to the pool; of fewer, they are the most frequent ones."""
+    rows, model = 300, known_model(PROBS)
+    chunk_B, plain = run(model, config_of(temperature_, sampler), rows)
+    assert plain.candidates is None
+    votes_BC = {}
+    for num in (5, 2) if sampler == "batch" else (5,):
+        shown_B, sampled = run(model, config_of(temperature_, sampler, shown_candidates=num), rows)
+        np.testing.assert_array_equal(shown_B, chunk_B)
+        for name in ("draws", "exact"):
+            np.testing.assert_array_equal(getattr(sampled, name), getattr(plain, name))
+        found = sampled.candidates
+        assert found.chunk.shape == (rows, num, 2) and (np.diff(found.votes) <= 0).all()
+        votes_BC[num] = np.zeros((rows, len(PROBS)), int)
+        for row, (chunk_CK, votes_C) in enumerate(zip(found.chunk, found.votes, strict=True)):
+            named = number_of(chunk_CK[votes_C > 0])
+            assert len(set(named)) == len(named)
+            votes_BC[num][row, named] = votes_C[votes_C > 0]
+    np.testing.assert_array_equal(votes_BC[5].sum(1), found.pool)
+    if sampler == "batch":
+        np.testing.assert_array_equal(np.sort(votes_BC[2])[:, 1:], np.sort(votes_BC[5])[:, 1:])
+    has_pool_B = found.pool > 0
+    assert has_pool_B.all() == (sampler not in ("noise", "rejection"))
+    # The chunk comes from the pool.
+    assert votes_BC[5][has_pool_B, chunk_B[has_pool_B]].all()
+    if sampler in ("batch", "published"):
+        assert (found.pool == 8).all()
+        assert laws.p_value(votes_BC[5].sum(0), PROBS) > FALSE_ALARM
+
+
 def test_at_temperature_1_every_sampler_is_the_same_single_draw():
     """With the distribution p, and the same random numbers for all samplers."""
     results = [

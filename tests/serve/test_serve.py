@@ -40,9 +40,15 @@ WAIT_SECONDS = 60
 
 
 @contextlib.contextmanager
-def serving(generator: Generator, limits: Limits = LIMITS, num_places: int = 4) -> Iterator[int]:
-    """The port of a server in a thread of this process; it ends as it does after SIGTERM."""
-    served = app.make_app(generator, "tiny", num_places, limits, app.LOOPBACK_NAMES)
+def serving(
+    generator: Generator, limits: Limits = LIMITS, num_places: int = 4, **others: Generator
+) -> Iterator[int]:
+    """The port of a server in a thread of this process; it ends as it does after SIGTERM. `others`: more models."""
+    models = {
+        name: app.Served(one, num_places, limits)
+        for name, one in {"tiny": generator, **others}.items()
+    }
+    served = app.make_app(models, app.LOOPBACK_NAMES)
     listener = socket.create_server(("127.0.0.1", 0))
     # Of the connections, too: little fits into the buffers of a client that does not read.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -241,6 +247,7 @@ def test_the_page_needs_no_network_and_its_script_finds_its_elements(port):
     assert used and used <= set(re.findall(r'id="(\w+)"', page))
     ranges = re.search(r"RANGES = \[(.*?)\]", page)[1]
     (model,) = send(port, b"", "/v1/models", "GET")[2]["data"]
+    assert "shown_candidates" in model["calm"]["options"]
     for name in [*re.findall(r'"(\w+)"', ranges), "sampler"]:
         assert f'id="{name}"' in page and name in model["calm"]["options"]
     for name in re.findall(r"calm\.limits\.(\w+)", page):
@@ -303,6 +310,7 @@ DEEP = b'{"prompt": ' + 4000 * b"[" + 4000 * b"]" + b"}"
         ({"prompt": "a", "stream_options": 1}, "stream_options must be an object"),
         ({"prompt": "a", "sampler": "best"}, "sampler='best' is none of"),
         ({"prompt": "a", "max_draws": 65}, "max_draws=65 must be at most 64"),
+        ({"prompt": "a", "shown_candidates": 65}, "shown_candidates=65 must be from 0 to 64"),
         ({"prompt": "a", "num_candidates": -1}, "num_candidates=-1 must be at least 1"),
         ({"prompt": "a", "echo": True}, "echo is not supported"),
         ({"prompt": "a", "best_of": 3}, "best_of is not supported"),
@@ -376,6 +384,48 @@ def test_a_baseline_takes_top_p_and_not_calms_options():
         assert_same(done.choices, expected(["a"], 2, made.generator(), **options))
         status, _, answer = send(port, {"prompt": "a", "sampler": "batch"})
         assert (status, answer["error"]["param"]) == (400, "sampler")
+
+
+@pytest.mark.slow
+def test_two_models_answer_by_their_names():
+    baseline = tiny("head=softmax").generator()
+    with serving(tiny().generator(), baseline=baseline) as port:
+        listed = send(port, b"", "/v1/models", "GET")[2]["data"]
+        assert [(one["id"], one["calm"]["is_calm"]) for one in listed] == [
+            ("tiny", True),
+            ("baseline", False),
+        ]
+        for name, generator in (("tiny", None), ("baseline", baseline)):
+            done = client(port).completions.create(model=name, prompt="a", seed=4, **FAST)
+            assert done.model == name
+            assert_same(done.choices, expected(["a"], 4, generator, **FAST))
+        assert send(port, {"prompt": "a"} | FAST)[2]["model"] == "tiny"
+        status, _, answer = send(port, {"model": "third", "prompt": "a"})
+        assert status == 404 and "'tiny' or 'baseline'" in answer["error"]["message"]
+        metrics = send(port, b"", "/metrics", "GET")[2]
+        assert 'calm_requests_total{status="200"} 3.0' in metrics
+
+
+@pytest.mark.slow
+def test_a_chunk_has_its_candidates_if_they_are_asked_for(port):
+    """In a stream as in a whole answer; the text is the same without them."""
+    ask = {"prompt": "a", "seed": 5, "temperature": 0.5, "max_tokens": 8, "sampler": "batch"}
+    ask |= {"num_candidates": 12}
+    plain = send(port, ask)[2]["choices"][0]
+    shown = send(port, ask | {"shown_candidates": 64})[2]["choices"][0]
+    assert shown["text"] == plain["text"] and "candidates" not in plain["calm"]
+    calm = shown["calm"]
+    assert calm["pool"] == [12, 12]
+    tokenizer = tiny().tokenizer
+    for number, candidates in enumerate(calm["candidates"]):
+        assert sum(one["votes"] for one in candidates) == 12
+        chunk = calm["tokens"][4 * number : 4 * number + 4]
+        assert chunk in [one["tokens"] for one in candidates]
+        assert all(one["text"] == tokenizer.decode(one["tokens"]) for one in candidates)
+    _, _, text = send(port, ask | {"shown_candidates": 64, "stream": True})
+    events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:2]]
+    streamed = [event["choices"][0]["calm"]["candidates"] for event in events]
+    assert streamed == calm["candidates"]
 
 
 # --- Requests that do not end as they should
@@ -596,6 +646,7 @@ def test_bad_flags_end_the_command_with_one_line(tmp_path):
                 "--limit_seconds=inf must be positive and finite",
             ),
             ([workdir, "--port=0", "--batch_size=-1"], "--batch_size=-1 must be at least 0"),
+            ([workdir, "--port=0", f"--compare={tmp_path / 'model'}"], "--compare="),
         ]
         started = [(start(*flags), message) for flags, message in cases]
         for server, message in started:
