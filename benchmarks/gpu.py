@@ -1,0 +1,168 @@
+"""One call on a machine with a GPU: what this repository says about GPUs, measured beside what the planner says.
+
+    python -m benchmarks.gpu --output=runs/gpu [--topology=h100:1] [--dry_run]
+
+Each part is a command of its own with a limit of time: the planner's lines, the quickstart, training steps of CALM-M (bfloat16,
+which has cuDNN's attention), and decoding at T = 1 and T = 1/2. A part leaves NAME.log and NAME.json in --output; a second call runs only the
+parts that have not succeeded, and the quickstart goes on where it stopped. The summary says the MFU of a training step and how
+far decoding is from its bandwidth bound. With --dry_run the same parts run on this machine's CPU at tiny sizes, without the planner's,
+which needs `calm_jax[plan-cuda]`.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any
+
+from absl import app, flags
+
+from calm_jax.cli.command import command
+from calm_jax.cli.files import local_path
+from calm_jax.cli.flags import parse_flags
+from calm_jax.errors import UserError
+
+_OUTPUT = flags.DEFINE_string("output", "", "folder for logs and results")
+_TOPOLOGY = flags.DEFINE_string("topology", "h100:1", "the hardware to plan for")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "tiny sizes, on the CPU")
+
+_BATCHES = "1,8,64"
+# A step of 32,768 tokens; the published batch of two million only repeats it.
+_CALM_M = ("--config=configs/calm_m.py", "--config.lm.training.batch_size=16")
+_TINY = (
+    "--config=configs/bench_small.py",
+    "--config.lm.data.block_tokens=128",
+    "--config.autoencoder.data.block_tokens=128",
+)
+_TINY_RUN = (
+    "--config.tokenizer.kind=bytes",
+    "--config.autoencoder.training.num_steps=2",
+    "--config.autoencoder.min_accuracy=0.0",
+    "--config.lm.training.num_steps=2",
+    "--config.sample.max_tokens=4",
+)
+
+
+def _text(folder: pathlib.Path) -> pathlib.Path:
+    """A short text of the dry run: the documentation."""
+    path = folder / "text.txt"
+    pages = sorted((pathlib.Path(__file__).parent.parent / "docs").glob("*.md"))
+    path.write_text(
+        "\n\n".join(page.read_text(encoding="utf-8") for page in pages), encoding="utf-8"
+    )
+    return path
+
+
+def _parts(
+    folder: pathlib.Path, dry_run: bool, topology: str
+) -> dict[str, tuple[float, list[str]]]:
+    """The limit in seconds and the command of each part, after `python -m`, in the order in which they run."""
+
+    def result(name: str) -> str:
+        return f"--output={folder / name}.json"
+
+    recipe = _TINY if dry_run else _CALM_M
+    repeats = ["--repeats=1", "--case_seconds=1"] if dry_run else ["--repeats=20"]
+    rows = ["--batches=1", "--new_tokens=8"] if dry_run else [f"--batches={_BATCHES}"]
+    parts = {
+        "quickstart": (
+            1800.0,
+            [
+                "calm_jax.main",
+                "--config=configs/quickstart.py",
+                f"--workdir={folder / 'quickstart'}",
+                *((*_TINY_RUN, f"--config.data.train_files={_text(folder)}") if dry_run else ()),
+            ],
+        ),
+        "train": (
+            1200.0,
+            ["benchmarks", "--suite=train", "--stage=lm", *recipe, *repeats, result("train")],
+        ),
+        "decode": (
+            2400.0,
+            [
+                "benchmarks",
+                "--suite=generate",
+                "--samplers=pooled",
+                *recipe,
+                *repeats,
+                *rows,
+                result("decode"),
+            ],
+        ),
+    }
+    if dry_run:
+        return parts
+    plan = ["calm_jax.plan", *recipe, f"--topology={topology}"]
+    return {
+        "plan_train": (900.0, [*plan, "--stage=lm", result("plan_train")]),
+        "plan_decode": (1800.0, [*plan, "--stage=generate", result("plan_decode")]),
+    } | parts
+
+
+def _run(name: str, seconds: float, words: list[str], folder: pathlib.Path) -> str:
+    """Runs a part, unless it has succeeded, and returns how it went."""
+    done = folder / f"{name}.done"
+    if done.exists():
+        return done.read_text(encoding="utf-8")
+    print(f"{name}: python -m {' '.join(words)}", flush=True)
+    began = time.monotonic()
+    with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
+        try:
+            status = subprocess.run(
+                [sys.executable, "-m", *words], stdout=log, stderr=log, timeout=seconds, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return f"stopped after its limit of {seconds:.0f} s; {log.name} has what it printed"
+    if status:
+        return f"failed with status {status}; {log.name} says why"
+    text = f"done in {time.monotonic() - began:.0f} s"
+    done.write_text(text, encoding="utf-8")
+    return text
+
+
+def _read(path: pathlib.Path, key: str) -> list[dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))[key] if path.exists() else []
+
+
+def summary(folder: pathlib.Path) -> list[str]:
+    """Lines about the training step and each decoding, beside the planner's where it ran."""
+    lines = []
+    for one in _read(folder / "train.json", "results"):
+        share = "not known for this device" if one["mfu"] is None else f"{one['mfu']:.1%}"
+        lines.append(f"train: {one['ms']:.1f} ms a step, MFU {share}")
+    bounds = {
+        (one["batch"], one["temperature"]): one["tokens_per_second"]
+        for one in _read(folder / "plan_decode.json", "plans")
+    }
+    for one in _read(folder / "decode.json", "results"):
+        _, temperature, batch, *_ = one["case"].split(":")
+        bound = bounds.get((int(batch), float(temperature)))
+        times = "" if bound is None else f", {bound / one['tokens_per_s']:.2f} times from the bound"
+        lines.append(f"decode {one['case']}: {one['tokens_per_s']:,.0f} tokens/s{times}")
+    return lines
+
+
+@command
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}")
+    if not _OUTPUT.value:
+        raise UserError("give a folder for the results: --output=runs/gpu")
+    folder = local_path(_OUTPUT.value, "--output")
+    folder.mkdir(parents=True, exist_ok=True)
+    went = {
+        name: _run(name, seconds, words, folder)
+        for name, (seconds, words) in _parts(folder, _DRY_RUN.value, _TOPOLOGY.value).items()
+    }
+    for name, text in went.items():
+        print(f"{name}: {text}")
+    print("\n".join(summary(folder)))
+    failed = [name for name, text in went.items() if not text.startswith("done")]
+    if failed:
+        raise UserError(f"not done: {', '.join(failed)}. The same call runs these parts again")
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags)
