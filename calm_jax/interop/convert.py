@@ -12,14 +12,10 @@ given keys. DIR gets its name only when it is complete.
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
 
-import flax.traverse_util
 import jax
 import numpy as np
 from absl import app, flags
-from jax.sharding import Mesh, NamedSharding
 from ml_collections import config_flags
 
 from calm_jax.cli.command import command
@@ -28,10 +24,10 @@ from calm_jax.cli.flags import parse_config_flags
 from calm_jax.cli.progress import Countdown
 from calm_jax.config import as_dict
 from calm_jax.errors import UserError
-from calm_jax.interop import names
-from calm_jax.interop.conversion import Part, Plan, check_copies, make_plan
+from calm_jax.interop.conversion import Plan, make_plan
+from calm_jax.interop.pretrained import read_stages
 from calm_jax.interop.source import find_tokenizer, folder_of
-from calm_jax.parallel.mesh import MeshConfig, make_mesh, spec_of
+from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.run.workdir import Workdir
 from calm_jax.training.checkpoint import save_params
 from configs import ar_m, common
@@ -59,35 +55,6 @@ _DRY_RUN = flags.DEFINE_bool(
 )
 
 
-def _place(row: names.Row, value: np.ndarray, mesh: Mesh) -> jax.Array:
-    """A parameter on the mesh; each device holds its shard."""
-    sharding = NamedSharding(mesh, spec_of(row.parameter, value.shape, mesh))
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-
-
-def _parameters(part: Part, mesh: Mesh, read: Callable[[int], None]) -> Mapping[str, Any]:
-    """A stage's parameters on the mesh, read one after the other: at most one has a second copy in memory.
-
-    read: called with the number of numbers in each array that is read.
-    """
-    flat = {}
-    for row in part.rows:
-        value = names.read_parameter(row, part.weights)
-        flat[row.parameter] = _place(row, value, mesh)
-        read(value.size)
-        del value
-    return flax.traverse_util.unflatten_dict(flat, sep="/")
-
-
-def _check_pad_row(part: Part, params: Mapping[str, Any], pad_id: int) -> None:
-    """Raises `UserError` unless the backbone's embedding of the pad token is zero: the model here embeds pads as zero."""
-    if params["embed"]["tokens"]["embedding"][pad_id].any():
-        raise UserError(
-            f"{part.weights.folder}: row {pad_id} of transformer.embed_tokens.weight, the pad token's embedding, is not zero, "
-            "as it is in every model of the published code"
-        )
-
-
 def convert(plan: Plan, path: pathlib.Path) -> None:
     """Writes the workdir of a plan.
 
@@ -104,12 +71,8 @@ def convert(plan: Plan, path: pathlib.Path) -> None:
         Countdown("converting", plan.num_parameters, "parameters") as countdown,
     ):
         workdir = Workdir(unfinished)
-        check_copies(plan)
-        for part in plan.parts:
-            params = _parameters(part, mesh, countdown.add)
-            if part.stage == "lm" and plan.config.has_autoencoder:
-                _check_pad_row(part, params, plan.tokenizer.pad_id)
-            save_params(workdir.checkpoints(part.stage), params, about)
+        for stage, params in read_stages(plan, mesh, countdown.add):
+            save_params(workdir.checkpoints(stage), params, about)
             del params
         origin = {"architecture": plan.architecture, "left_over": plan.left_over}
         workdir.create_converted(config, plan.tokenizer, origin)

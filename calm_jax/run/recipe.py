@@ -273,10 +273,10 @@ def _train_and_report(run: Run, profile: Profile) -> None:
     report.print_results(results, config, workdir)
 
 
-def run_evaluation(config: Config, workdir: Workdir) -> None:
+def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
     """Scores the models of a workdir by the config's `eval` section; prints a table and appends to evaluations.jsonl.
 
-    Raises `UserError` if the config does not fit the workdir.
+    Returns the scores of each stage by name, with the floors and the plane that go with them. Raises `UserError` if the config does not fit the workdir.
     """
 
     def check() -> Mesh:
@@ -320,6 +320,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> None:
 
         multihost.write_once(write)
         multihost.write_once(lambda: web_report.try_to_write(workdir))
+    return results
 
 
 def _score(run: Run) -> dict[str, Mapping]:
