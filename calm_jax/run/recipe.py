@@ -150,10 +150,14 @@ class Run:
         if chosen is not None:
             return fitting.with_choice(config, chosen), None
         key = training_key(config.seed, name)
-        fitted = fitting.fit_here(config, name, self.tokenizer, frozen, key, mesh)
+        # Blocks of records may be shorter than the recipe's, and the step is compiled for one shape.
+        section = getattr(config, name)
+        data = dataclasses.replace(section.data, block_tokens=self.text.training(name).block_tokens)
+        packed = dataclasses.replace(config, **{name: dataclasses.replace(section, data=data)})
+        fitted = fitting.fit_here(packed, name, self.tokenizer, frozen, key, mesh)
         stored = fitting.chosen(fitted.config, name)
         multihost.write_once(lambda: workdir.store_memory_choice(name, devices, stored))
-        return fitted.config, fitted.compiled
+        return fitting.with_choice(config, name, **stored), fitted.compiled
 
     def _initial(self, name: str) -> Callable[[], Params] | None:
         """A function that loads the initial parameters, copied from `init_from`; None for random ones."""
@@ -180,11 +184,14 @@ class Run:
         least = self.config.autoencoder.min_accuracy
         if not accuracy >= least:
             source = self.config.autoencoder_source
-            way_out = (
-                f"it comes from {source}, which may have other text; lower that key, or hold out more text if there is little"
-                if source
-                else "train it longer (autoencoder.training.num_steps), or lower that key"
-            )
+            if source:
+                way_out = f"it comes from {source}, which may have other text; lower that key, or hold out more text if there is little"
+                if source == self.config.init_from:
+                    way_out += (
+                        ", or train it on this text, too: a new --workdir with --config.stage=all"
+                    )
+            else:
+                way_out = "train it longer (autoencoder.training.num_steps), or lower that key"
             raise multihost.AgreedError(
                 f"the autoencoder gets {accuracy:.2%} of the held-out tokens right, less than autoencoder.min_accuracy="
                 f"{least}: {way_out}"

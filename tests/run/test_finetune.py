@@ -160,7 +160,8 @@ def test_a_text_file_is_refused_where_prompts_are_needed(tmp_path):
 @pytest.fixture(scope="module")
 def trained(text_glob, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("source") / "run"
-    train(text_glob, workdir)
+    # Longer than the blocks of the records below.
+    train(text_glob, workdir, "--config.lm.data.block_tokens=128")
     return workdir
 
 
