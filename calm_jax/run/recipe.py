@@ -157,7 +157,7 @@ class Run:
         fitted = fitting.fit_here(packed, name, self.tokenizer, frozen, key, mesh)
         stored = fitting.chosen(fitted.config, name)
         multihost.write_once(lambda: workdir.store_memory_choice(name, devices, stored))
-        return fitting.with_choice(config, name, **stored), fitted.compiled
+        return fitting.with_choice(config, stored), fitted.compiled
 
     def _initial(self, name: str) -> Callable[[], Params] | None:
         """A function that loads the initial parameters, copied from `init_from`; None for random ones."""
