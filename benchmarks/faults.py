@@ -35,6 +35,7 @@ from typing import Any
 import rich.table
 from absl import app, flags
 
+from benchmarks.words import WORDS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, write_atomically
@@ -50,21 +51,6 @@ _ROOT = pathlib.Path(__file__).parent.parent
 _MOST_SECONDS = 900
 # How often a command may be given again.
 _MOST_CALLS = 4
-_WORDS = [
-    "def",
-    "class",
-    "return",
-    "import",
-    "self",
-    "value",
-    "name",
-    "for",
-    "in",
-    "(",
-    ")",
-    ":",
-    "\n",
-]
 _TIMING = {
     "seconds",
     "tokens_per_second",
@@ -554,7 +540,7 @@ def main(argv: list[str]) -> int:
     (root / "text").mkdir(parents=True, exist_ok=True)
     chance = random.Random(_SEED.value)
     for number in range(12):
-        words = " ".join(chance.choices(_WORDS, k=400 + 50 * number))
+        words = " ".join(chance.choices(WORDS, k=400 + 50 * number))
         write_atomically(root / "text" / f"{number}.txt", words)
     trials = root / "trials.jsonl"
     records = (

@@ -29,6 +29,7 @@ import psutil
 import rich.table
 from absl import app, flags
 
+from benchmarks.words import WORDS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path
@@ -44,21 +45,6 @@ _JOBS = flags.DEFINE_list("jobs", ["train", "serve", "prepare"], "what to run, o
 _ROOT = pathlib.Path(__file__).parent.parent
 _EVERY = 10.0
 _CLIENTS = 16
-_WORDS = (
-    "def",
-    "class",
-    "return",
-    "import",
-    "self",
-    "value",
-    "name",
-    "for",
-    "in",
-    "(",
-    ")",
-    ":",
-    "\n",
-)
 
 
 def _start(log: pathlib.Path, *arguments: str) -> psutil.Popen:
@@ -119,7 +105,7 @@ def _text(root: pathlib.Path, files: int, words: int) -> str:
     chance = random.Random(_SEED.value)
     (root / "text").mkdir(parents=True, exist_ok=True)
     for number in range(files):
-        (root / "text" / f"{number}.txt").write_text(" ".join(chance.choices(_WORDS, k=words)))
+        (root / "text" / f"{number}.txt").write_text(" ".join(chance.choices(WORDS, k=words)))
     return f"{root}/text/*.txt"
 
 

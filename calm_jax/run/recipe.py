@@ -283,7 +283,8 @@ def _train_and_report(run: Run, profile: Profile) -> None:
 def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
     """Scores the models of a workdir by the config's `eval` section; prints a table and appends to evaluations.jsonl.
 
-    Returns the scores of each stage by name, with the floors and the plane that go with them. Raises `UserError` if the config does not fit the workdir.
+    Returns the scores of each stage by name, with the floors and the plane that go with them. Raises `UserError` if the
+    config does not fit the workdir.
     """
 
     def check() -> Mesh:
