@@ -177,8 +177,6 @@ def _check_flags() -> None:
 
 @multihost_command
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     _check_flags()
     options, config = _options(), resolve(_CONFIG.value)
     about = measure.facts() | {"config": as_dict(config)}

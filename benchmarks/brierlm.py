@@ -26,7 +26,6 @@ from calm_jax.cli.command import command
 from calm_jax.cli.flags import parse_flags
 from calm_jax.config import resolve
 from calm_jax.data.tokenizers import ByteTokenizer
-from calm_jax.errors import UserError
 from calm_jax.tasks import LmTask, Params
 from configs import quickstart
 
@@ -112,8 +111,6 @@ def _measure(arguments: str) -> tuple[int, float, float]:
 
 @command
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     table = rich.table.Table()
     for name in ("model", "starts", "together", "loop", "ratio"):
         table.add_column(name, justify="left" if name == "model" else "right")

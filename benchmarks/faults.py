@@ -527,8 +527,6 @@ def _show(records: list[dict]) -> None:
 
 @command
 def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     if not _FOLDER.value:
         raise UserError("give a folder: --folder=DIR")
     root = local_path(_FOLDER.value, "--folder").absolute()

@@ -146,8 +146,6 @@ def summary(folder: pathlib.Path) -> list[str]:
 
 @command
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     if not _OUTPUT.value:
         raise UserError("give a folder for the results: --output=runs/gpu")
     folder = local_path(_OUTPUT.value, "--output")

@@ -76,8 +76,8 @@ def planned(path: pathlib.Path, asked: list[str]) -> dict | None:
 
 @command
 def main(argv: list[str]) -> None:
-    if len(argv) > 1 or not _FOLDER.value:
-        raise UserError("give a folder for the plans, --folder=DIR, and no other argument")
+    if not _FOLDER.value:
+        raise UserError("give a folder for the plans: --folder=DIR")
     folder = pathlib.Path(_FOLDER.value)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -66,8 +66,6 @@ def _cases(
 
 @command
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     generator, workdir = Generator.load(_WORKDIR.value), Workdir(pathlib.Path(_WORKDIR.value))
     chunk_size, tokenizer = workdir.config.chunk_size, generator.tokenizer
     if chunk_size < 2:

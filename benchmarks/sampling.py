@@ -258,8 +258,6 @@ def _batch(text: str) -> int:
 
 @command
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     models = (
         {_WORKDIR.value: lambda: _trained(_WORKDIR.value)}
         if _WORKDIR.value

@@ -260,8 +260,6 @@ def _mean(samples: list[dict], name: str, begin: float, end: float) -> float:
 
 @command
 def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     if not _FOLDER.value:
         raise UserError("give a folder: --folder=DIR")
     for job in _JOBS.value:

@@ -166,8 +166,6 @@ def _print(scores: Mapping[str, brier.Score], num_places: int) -> None:
 
 @command
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     written = local_path(_WRITE.value, "--write_references")
     output = local_path(_OUTPUT.value, "--output")
     if _WRITE.value:

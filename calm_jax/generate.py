@@ -169,8 +169,6 @@ def _write(
 
 @multihost_command
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; a prompt goes into --prompt=TEXT")
     if not _WORKDIR.value:
         raise UserError("give the folder of a trained model: --workdir=DIR")
     if not 0 <= _SEED.value < 2**32:

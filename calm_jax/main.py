@@ -66,8 +66,6 @@ def _profile(text: str, folder: pathlib.Path) -> Profile:
 
 @multihost_command
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     if _CONFIG.value is None:
         raise UserError("give a recipe: --config=configs/quickstart.py")
     config_flag: Any = flags.FLAGS["config"]

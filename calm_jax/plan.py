@@ -204,8 +204,6 @@ def _fit(config: Config) -> tuple[list[Try], Plan | None]:
 
 @command
 def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     if _CONFIG.value is None:
         raise UserError("give a recipe: --config=configs/calm_m.py")
     if bool(_TOPOLOGY.value) == bool(_FIT.value):

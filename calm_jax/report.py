@@ -12,7 +12,7 @@ from absl import app, flags
 
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, write_atomically
-from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.flags import parse_flags_and_arguments
 from calm_jax.errors import UserError
 from calm_jax.run import web_comparison, web_report
 from calm_jax.run.workdir import Workdir
@@ -37,4 +37,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    app.run(main, flags_parser=parse_flags_and_arguments)

@@ -57,8 +57,6 @@ def _show(cases: list[Case]) -> None:
 
 @command
 def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     if not _FOLDER.value:
         raise UserError("give a folder: --folder=DIR")
     root = local_path(_FOLDER.value, "--folder").absolute()

@@ -3,11 +3,11 @@
 The functions are for `app.run(main, flags_parser=...)`.
 """
 
+import contextlib
 import os
 import runpy
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterator
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -15,18 +15,36 @@ from ml_collections import ConfigDict, config_flags
 from calm_jax.errors import UserError, nearest
 
 
-def _refuse(message: str) -> NoReturn:
-    """Ends the command as a `UserError` does."""
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Ends the command as a `UserError` does, for all errors of flags."""
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+        message = " ".join(str(error).split())
+    else:
+        return
     print(f"error: {UserError(message)}", file=sys.stderr)
     sys.exit(2)
 
 
+@_one_line_errors()
+def parse_flags_and_arguments(argv: list[str]) -> list[str]:
+    """Parses the flags of a command that takes other arguments, too; returns its name and these arguments."""
+    return flags.FLAGS(argv)
+
+
+@_one_line_errors()
 def parse_flags(argv: list[str]) -> list[str]:
-    """Parses the flags of a command without a config."""
-    try:
-        return flags.FLAGS(argv)
-    except (flags.Error, ValueError) as error:
-        _refuse(" ".join(str(error).split()))
+    """Parses the flags of a command that takes nothing else; returns its name."""
+    name, *arguments = flags.FLAGS(argv)
+    if arguments:
+        raise UserError(
+            f"unexpected argument {arguments[0]!r}: all values are given as --NAME=VALUE; --help lists the names"
+        )
+    return [name]
 
 
 def parse_config_flags(config: ConfigDict) -> Callable[[list[str]], list[str]]:
@@ -35,34 +53,23 @@ def parse_config_flags(config: ConfigDict) -> Callable[[list[str]], list[str]]:
     The command reads the changed config from `flags.FLAGS["config"]`.
     """
 
+    @_one_line_errors()
     def parse(argv: list[str]) -> list[str]:
-        message = unknown_key(argv, config)
-        if not message:
-            try:
-                # Only after the check for unknown keys: defining the flag already parses the values.
-                config_flags.DEFINE_config_dict(
-                    "config", config, "keys of the config", sys_argv=argv
-                )
-                return flags.FLAGS(argv)
-            except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-                message = " ".join(str(error).split())
-        _refuse(message)
+        _check_keys(argv, config)
+        # Only after the check for unknown keys: defining the flag already parses the values.
+        config_flags.DEFINE_config_dict("config", config, "keys of the config", sys_argv=argv)
+        return parse_flags(argv)
 
     return parse
 
 
+@_one_line_errors()
 def parse_recipe_flags(argv: list[str]) -> list[str]:
     """Parses the flags of a command whose `--config=FILE[:ARGUMENT]` names a recipe."""
     recipe_flag = _recipe_flag(argv)
-    try:
-        message = "" if recipe_flag is None else unknown_key(argv, _recipe(recipe_flag))
-        if not message:
-            return flags.FLAGS(argv)
-    except UserError as error:
-        message = str(error)
-    except (flags.Error, TypeError, ValueError) as error:
-        message = " ".join(str(error).split())
-    _refuse(message)
+    if recipe_flag is not None:
+        _check_keys(argv, _recipe(recipe_flag))
+    return parse_flags(argv)
 
 
 def _recipe_flag(argv: list[str]) -> str | None:
@@ -95,8 +102,8 @@ def _recipe(recipe_flag: str) -> ConfigDict:
         raise UserError(f"--config={recipe_flag}: {reason}") from error
 
 
-def unknown_key(argv: list[str], config: ConfigDict) -> str:
-    """A message about the first `--config.KEY` that `config` does not have, with a similar key; empty if it has them all."""
+def _check_keys(argv: list[str], config: ConfigDict) -> None:
+    """Raises `UserError` for the first `--config.KEY` that `config` does not have, with a similar key."""
     for arg in argv:
         name = arg.partition("=")[0]
         if not name.startswith("--config."):
@@ -106,6 +113,5 @@ def unknown_key(argv: list[str], config: ConfigDict) -> str:
             if not isinstance(section, ConfigDict) or key not in section:
                 names = list(section) if isinstance(section, ConfigDict) else []
                 hint = nearest(key, names) if names else f"{known} has no keys under it"
-                return f"{name}: {known} has no key {key!r}: {hint}"
+                raise UserError(f"{name}: {known} has no key {key!r}: {hint}")
             section, known = section[key], f"{known}.{key}"
-    return ""

@@ -12,7 +12,7 @@ import rich.text
 from absl import app, flags
 
 from calm_jax.cli.command import command
-from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.flags import parse_flags_and_arguments
 from calm_jax.cli.progress import console
 from calm_jax.data.shards import PreparedText
 from calm_jax.data.tokenizers import Tokenizer
@@ -146,4 +146,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    app.run(main, flags_parser=parse_flags_and_arguments)

@@ -115,8 +115,6 @@ def _print_notes(plan: Plan) -> None:
 
 @command
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     if not _SOURCE.value:
         raise UserError("give a published checkpoint: --source=FOLDER or --source=owner/name")
     if not _WORKDIR.value and not _DRY_RUN.value:

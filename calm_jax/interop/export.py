@@ -135,8 +135,6 @@ def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
 
 @command
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     if not _WORKDIR.value or not _TARGET.value:
         raise UserError("give the run and the folder to make: --workdir=DIR --target=OUT")
     workdir = Workdir(local_path(_WORKDIR.value, "--workdir"))

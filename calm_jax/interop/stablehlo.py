@@ -119,8 +119,6 @@ def export_generation(
 
 @command
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     if not _WORKDIR.value or not _TARGET.value:
         raise UserError("give the run and the folder to make: --workdir=DIR --target=OUT")
     known = {"cpu", "cuda", "rocm", "tpu"}

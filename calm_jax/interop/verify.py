@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
+from calm_jax.cli.flags import parse_flags_and_arguments
 from calm_jax.errors import UserError
 from calm_jax.interop.parity import cases
 from calm_jax.interop.parity.recorded import Arrays, Comparisons, Missing, MissingArray
@@ -176,4 +177,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags_and_arguments)

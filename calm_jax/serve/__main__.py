@@ -84,8 +84,6 @@ def _listen() -> socket.socket:
 
 @command
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     if not _WORKDIR.value:
         raise UserError("give the folder of a trained model: --workdir=DIR")
     if _BATCH_SIZE.value < 0:

@@ -69,8 +69,6 @@ _SHARD_CHARACTERS = flags.DEFINE_integer("shard_characters", 2**30, "characters 
 
 @command
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}")
     for name, value in (
         (KEY, _INPUT.value),
         ("--tokenizer", _TOKENIZER.value),
