@@ -25,7 +25,7 @@ from absl import app, flags
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.cli.command import command
-from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.config import Config, resolve
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
@@ -116,9 +116,7 @@ def _write_random(folder: pathlib.Path, config: Config, tokenizer: Tokenizer) ->
 
 @command
 def main(argv: list[str]) -> None:
-    if not _FOLDER.value:
-        raise UserError("give a folder with room for the checkpoint twice: --folder=DIR")
-    folder = pathlib.Path(_FOLDER.value)
+    folder = given_folder(_FOLDER, "a folder with room for the checkpoint twice")
     source, workdir = folder / "random-checkpoint", folder / "random-workdir"
     for path in (source, workdir):
         if path.exists():

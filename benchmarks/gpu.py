@@ -19,8 +19,7 @@ from typing import Any
 from absl import app, flags
 
 from calm_jax.cli.command import command
-from calm_jax.cli.files import local_path
-from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError
 
 _OUTPUT = flags.DEFINE_string("output", "", "folder for logs and results")
@@ -146,9 +145,7 @@ def summary(folder: pathlib.Path) -> list[str]:
 
 @command
 def main(argv: list[str]) -> None:
-    if not _OUTPUT.value:
-        raise UserError("give a folder for the results: --output=runs/gpu")
-    folder = local_path(_OUTPUT.value, "--output")
+    folder = given_folder(_OUTPUT, "a folder for the results")
     folder.mkdir(parents=True, exist_ok=True)
     went = {
         name: _run(name, seconds, words, folder)

@@ -19,7 +19,7 @@ from absl import app, flags
 
 from benchmarks.machines import MACHINES, RECIPES, USES, Cell, options
 from calm_jax.cli.command import command
-from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError
 
 _TABLE = flags.DEFINE_enum("table", "sizes", ["sizes", "machines"], "the table to print")
@@ -76,9 +76,7 @@ def planned(path: pathlib.Path, asked: list[str]) -> dict | None:
 
 @command
 def main(argv: list[str]) -> None:
-    if not _FOLDER.value:
-        raise UserError("give a folder for the plans: --folder=DIR")
-    folder = pathlib.Path(_FOLDER.value)
+    folder = given_folder(_FOLDER, "a folder for the plans")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -32,8 +32,7 @@ from absl import app, flags
 from benchmarks.words import WORDS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
-from calm_jax.cli.files import local_path
-from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError
 from tests.tiny_model import tiny
 
@@ -260,12 +259,10 @@ def _mean(samples: list[dict], name: str, begin: float, end: float) -> float:
 
 @command
 def main(argv: list[str]) -> int:
-    if not _FOLDER.value:
-        raise UserError("give a folder: --folder=DIR")
+    root = given_folder(_FOLDER, "a folder for runs and results").absolute()
     for job in _JOBS.value:
         if job not in _RUN:
             raise UserError(f"--jobs={job} is none of {', '.join(_RUN)}")
-    root = local_path(_FOLDER.value, "--folder").absolute()
     root.mkdir(parents=True, exist_ok=True)
     table = rich.table.Table(
         "job", "minutes", "done", "wrong", "MiB", "open files", "processes", title="soak"

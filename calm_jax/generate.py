@@ -20,7 +20,7 @@ from absl import app, flags
 
 from calm_jax.cli import progress
 from calm_jax.cli.files import local_path, read_text, write_atomically
-from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.cli.output import new_file
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost, startup
@@ -169,11 +169,10 @@ def _write(
 
 @multihost_command
 def main(argv: list[str]) -> None:
-    if not _WORKDIR.value:
-        raise UserError("give the folder of a trained model: --workdir=DIR")
+    workdir = given_folder(_WORKDIR, "the folder of a trained model")
     if not 0 <= _SEED.value < 2**32:
         raise UserError(f"--seed={_SEED.value} must be in [0, 2**32)")
-    workdir, output = local_path(_WORKDIR.value, "--workdir"), local_path(_OUTPUT.value, "--output")
+    output = local_path(_OUTPUT.value, "--output")
     if _OUTPUT.value:
         output = new_file(output, "--output", _OVERWRITE.value)
     prompts = _prompts()

@@ -22,8 +22,7 @@ from benchmarks.damage.campaign import GOOD, Case, numbers_of, run
 from benchmarks.damage.readers import READERS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
-from calm_jax.cli.files import local_path
-from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError
 
 _FOLDER = flags.DEFINE_string("folder", "", "folder for cases and results")
@@ -57,9 +56,7 @@ def _show(cases: list[Case]) -> None:
 
 @command
 def main(argv: list[str]) -> int:
-    if not _FOLDER.value:
-        raise UserError("give a folder: --folder=DIR")
-    root = local_path(_FOLDER.value, "--folder").absolute()
+    root = given_folder(_FOLDER, "a folder for cases and results").absolute()
     names = _READERS.value
     one, _, number = _CASE.value.rpartition(":")
     for name in [one] if _CASE.value else names:

@@ -5,6 +5,7 @@ The functions are for `app.run(main, flags_parser=...)`.
 
 import contextlib
 import os
+import pathlib
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from calm_jax.cli.files import local_path
 from calm_jax.errors import UserError, nearest
 
 
@@ -45,6 +47,13 @@ def parse_flags(argv: list[str]) -> list[str]:
             f"unexpected argument {arguments[0]!r}: all values are given as --NAME=VALUE; --help lists the names"
         )
     return [name]
+
+
+def given_folder(flag: flags.FlagHolder[str], what: str) -> pathlib.Path:
+    """The folder that a flag names. Raises `UserError` if the flag is not given, or for a URL."""
+    if not flag.value:
+        raise UserError(f"give {what}: --{flag.name}=DIR")
+    return local_path(flag.value, f"--{flag.name}")
 
 
 def parse_config_flags(config: ConfigDict) -> Callable[[list[str]], list[str]]:

@@ -19,8 +19,8 @@ from absl import app, flags
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.cli.command import command
-from calm_jax.cli.files import atomic_folder, local_path
-from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.files import atomic_folder
+from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.data.tokenizers import ByteTokenizer, Llama3Tokenizer, Tokenizer
 from calm_jax.errors import UserError
 from calm_jax.interop import names, published
@@ -135,10 +135,8 @@ def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
 
 @command
 def main(argv: list[str]) -> None:
-    if not _WORKDIR.value or not _TARGET.value:
-        raise UserError("give the run and the folder to make: --workdir=DIR --target=OUT")
-    workdir = Workdir(local_path(_WORKDIR.value, "--workdir"))
-    target = local_path(_TARGET.value, "--target")
+    workdir = Workdir(given_folder(_WORKDIR, "the folder of a trained run"))
+    target = given_folder(_TARGET, "the folder to make")
     ae_path = _AE_PATH.value or str(target / _AUTOENCODER_FOLDER)
     began = time.monotonic()
     num_parameters = export(workdir, target, ae_path)

@@ -21,8 +21,8 @@ from jax import Array
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.cli.command import command
-from calm_jax.cli.files import atomic_folder, local_path
-from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.files import atomic_folder
+from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.config import Config
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
@@ -33,6 +33,7 @@ from calm_jax.run.workdir import Workdir
 from calm_jax.sampling.decode import generate_chunks, read_prompts, with_room
 from calm_jax.sampling.samplers import check_sampler, sample_chunk
 from calm_jax.sampling.search import Sampled
+from calm_jax.tasks import LmTask
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained run")
 _TARGET = flags.DEFINE_string("target", "", "folder to make")
@@ -48,6 +49,7 @@ def _flat(tree: dict) -> dict[str, Array]:
 
 
 def export_generation(
+    task: LmTask,
     config: Config,
     tokenizer: Tokenizer,
     shapes: dict[str, jax.ShapeDtypeStruct],
@@ -58,6 +60,7 @@ def export_generation(
     """The generation of `config.sample` as an exported function.
 
     Args:
+      task: the language model.
       config: of the run.
       tokenizer: of the run.
       shapes: of the parameters, by path: "lm/..." and "autoencoder/...".
@@ -82,10 +85,7 @@ def export_generation(
     check_sampler("sampler", config.sample.sampler)
     if config.has_autoencoder:
         config.sample.check_latent_head()
-    task, sampler = (
-        make_lm_task(config, tokenizer, config.eval.published),
-        config.sample.sampler_config,
-    )
+    sampler = config.sample.sampler_config
 
     def generate(
         flat: dict[str, Array], prompt_BLK: Array, length_B: Array, seed: Array
@@ -119,19 +119,14 @@ def export_generation(
 
 @command
 def main(argv: list[str]) -> None:
-    if not _WORKDIR.value or not _TARGET.value:
-        raise UserError("give the run and the folder to make: --workdir=DIR --target=OUT")
+    workdir = Workdir(given_folder(_WORKDIR, "the folder of a trained run"))
+    target = given_folder(_TARGET, "the folder to make")
     known = {"cpu", "cuda", "rocm", "tpu"}
     if not _PLATFORMS.value or not set(_PLATFORMS.value) <= known:
         raise UserError(
             f"--platforms={','.join(_PLATFORMS.value)} must be some of {', '.join(sorted(known))}"
         )
-    workdir = Workdir(local_path(_WORKDIR.value, "--workdir"))
-    target, config, tokenizer = (
-        local_path(_TARGET.value, "--target"),
-        workdir.config,
-        workdir.tokenizer,
-    )
+    config, tokenizer = workdir.config, workdir.tokenizer
     if _TEMPERATURE.value is not None:
         sample = dataclasses.replace(config.sample, temperature=_TEMPERATURE.value)
         config = dataclasses.replace(config, sample=sample)
@@ -145,7 +140,7 @@ def main(argv: list[str]) -> None:
     shapes = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arrays.items()}
     prompt = _BATCH.value, _PROMPT_CHUNKS.value
     exported = export_generation(
-        config, tokenizer, shapes, prompt, _NEW_CHUNKS.value, _PLATFORMS.value
+        lm, config, tokenizer, shapes, prompt, _NEW_CHUNKS.value, _PLATFORMS.value
     )
     about = {
         "arguments": ["parameters", "prompt [B, L, K]", "length [B]", "seed"],

@@ -15,7 +15,7 @@ from absl import app as absl_app
 from absl import flags
 
 from calm_jax.cli.command import command
-from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
 from calm_jax.parallel.host_memory import keep_freed_memory
@@ -84,8 +84,7 @@ def _listen() -> socket.socket:
 
 @command
 def main(argv: list[str]) -> None:
-    if not _WORKDIR.value:
-        raise UserError("give the folder of a trained model: --workdir=DIR")
+    given_folder(_WORKDIR, "the folder of a trained model")
     if _BATCH_SIZE.value < 0:
         raise UserError(f"--batch_size={_BATCH_SIZE.value} must be at least 0")
     names = _names()
