@@ -1,117 +1,70 @@
 """`python -m benchmarks.damage`: a short campaign over all readers, and that it finds faults."""
 
-import dataclasses
 import json
-import os
-import pathlib
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
-from benchmarks.damage import campaign, damages
-from benchmarks.damage.readers import READERS, Reader
+from benchmarks.damage import damages
+from benchmarks.damage.readers import READERS
 from calm_jax.cli import files
-from calm_jax.cli.files import read_file, read_json, read_text
+from calm_jax.cli.files import read_file, read_text
 from calm_jax.errors import UserError
+from tests.damage_toys import TOYS
+from tests.workdirs import run
 
-ROOT = pathlib.Path(__file__).parent.parent
 
-
-def faults(name: str, folder, numbers) -> list[campaign.Case]:
-    cases = list(campaign.run(name, folder, 0, numbers))
-    assert [case.number for case in cases] == list(numbers)
-    return [case for case in cases if case.outcome not in campaign.GOOD]
+def cases(folder, *options: str) -> list[dict]:
+    """The cases of the command, which must find no fault."""
+    run("benchmarks.damage", f"--folder={folder}", *options)
+    return [json.loads(line) for line in (folder / "cases.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_damaged_input_is_read_or_refused_in_one_line(name, tmp_path):
-    """By the command, as JAX does not work in a process that is forked from one that has used it."""
     times = 20 if READERS[name].share < 1 else 60
-    options = (f"--folder={tmp_path}", f"--times={times}", f"--readers={name}")
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.damage", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{name}: {times} cases, 0 faults" in done.stdout
+    found = cases(tmp_path, f"--times={times}", f"--readers={name}")
+    assert [(case["reader"], case["number"]) for case in found] == [(name, n) for n in range(times)]
 
 
-def _write(folder) -> None:
-    (folder / "a.json").write_text(json.dumps({"a": list(range(50))}))
-
-
-def careless(folder):
-    return json.loads((folder / "a.json").read_text())
-
-
-def careful(folder):
-    try:
-        return read_json(folder / "a.json")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} cannot be read ({error})") from error
-
-
-def violent(folder):
-    if careful(folder) != {"a": list(range(50))}:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def endless(folder):
-    if careful(folder) != {"a": list(range(50))}:
-        time.sleep(600)
-
-
-def writing(folder):
-    if careful(folder) != {"a": list(range(50))}:
-        (folder.parent / "outside" / "written").touch()
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory):
+    """The cases of each toy reader."""
+    out = run("tests.damage_toys", str(tmp_path_factory.mktemp("toys")))
+    found = [json.loads(line) for line in out.splitlines()]
+    return {name: [case for case in found if case["reader"] == name] for name in TOYS}
 
 
 @pytest.mark.parametrize(
-    "read, is_checked, expected",
+    "name, expected",
     [
-        (careful, False, set()),
-        (careful, True, {"wrong result"}),
-        (violent, False, {"ends the process"}),
-        (endless, False, {"hangs"}),
-        (writing, False, {"something was written"}),
+        ("careful", "other"),
+        ("checked", "wrong result"),
+        ("violent", "ends the process"),
+        ("endless", "hangs"),
+        ("writing", "something was written"),
     ],
 )
-def test_faults_of_a_reader_are_found(read, is_checked, expected, tmp_path, monkeypatch):
-    monkeypatch.setitem(READERS, "toy", Reader(_write, read, is_checked=is_checked))
-    monkeypatch.setattr(campaign, "_MOST_SECONDS", 1.0)
-    # Numbers in a list, which a reader without checksums cannot miss.
-    monkeypatch.setattr(damages, "OF_BYTES", {"value": damages.OF_BYTES["value"]})
-    monkeypatch.setattr(damages, "OF_FILES", ())
-    found = faults("toy", tmp_path, range(4))
-    assert {case.outcome for case in found} == expected
-    assert len(found) == (4 if expected else 0)
+def test_faults_of_a_reader_are_found(name, expected, toys):
+    assert [case["number"] for case in toys[name]] == [*range(4)]
+    assert {case["outcome"] for case in toys[name]} == {expected}
 
 
-def test_a_reader_without_checks_fails_in_many_ways(tmp_path, monkeypatch):
-    monkeypatch.setitem(READERS, "toy", Reader(_write, careless))
-    monkeypatch.setattr(campaign, "_MOST_SECONDS", 3.0)
-    found = {case.outcome for case in faults("toy", tmp_path, range(60))}
+def test_a_reader_without_checks_fails_in_many_ways(toys):
+    found = {case["outcome"] for case in toys["careless"]}
     assert {"JSONDecodeError", "RecursionError", "UnicodeDecodeError", "hangs"} <= found
 
 
 def test_a_case_is_the_same_each_time(tmp_path):
     once, again = (
         [
-            dataclasses.replace(case, seconds=0.0, detail="")
-            for case in campaign.run("pickles", folder, 7, range(8))
+            case | {"seconds": 0.0, "detail": ""}
+            for case in cases(tmp_path / name, "--readers=pickles", "--times=8", "--seed=7")
         ]
-        for folder in (tmp_path / "a", tmp_path / "b")
+        for name in ("a", "b")
     )
     assert once == again
-    assert len({case.kind for case in once}) > 3
+    assert len({case["kind"] for case in once}) > 3
 
 
 def test_only_regular_files_of_bounded_size_are_read(tmp_path, monkeypatch):

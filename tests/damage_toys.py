@@ -1,0 +1,76 @@
+"""Damages the input of toy readers, most of them with a fault: `python -m tests.damage_toys DIR` prints the cases as JSON.
+
+In a process of its own, as a campaign forks, and JAX does not work in a process that is forked from one that has used it.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+
+from benchmarks.damage import campaign, damages
+from benchmarks.damage.readers import READERS, Reader
+from calm_jax.cli.files import read_json
+from calm_jax.errors import UserError
+
+_WRITTEN = {"a": list(range(50))}
+
+
+def _write(folder: pathlib.Path) -> None:
+    (folder / "a.json").write_text(json.dumps(_WRITTEN))
+
+
+def _careless(folder: pathlib.Path) -> object:
+    return json.loads((folder / "a.json").read_text())
+
+
+def _careful(folder: pathlib.Path) -> object:
+    try:
+        return read_json(folder / "a.json")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} cannot be read ({error})") from error
+
+
+def _violent(folder: pathlib.Path) -> None:
+    if _careful(folder) != _WRITTEN:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _endless(folder: pathlib.Path) -> None:
+    if _careful(folder) != _WRITTEN:
+        time.sleep(600)
+
+
+def _writing(folder: pathlib.Path) -> None:
+    if _careful(folder) != _WRITTEN:
+        (folder.parent / "outside" / "written").touch()
+
+
+# By name: the reader, and the number of its cases.
+TOYS = {
+    "careful": (Reader(_write, _careful), 4),
+    "checked": (Reader(_write, _careful, is_checked=True), 4),
+    "violent": (Reader(_write, _violent), 4),
+    "endless": (Reader(_write, _endless), 4),
+    "writing": (Reader(_write, _writing), 4),
+    "careless": (Reader(_write, _careless), 60),
+}
+
+
+def main(root: pathlib.Path) -> None:
+    READERS.update({name: reader for name, (reader, _) in TOYS.items()})
+    campaign._MOST_SECONDS = 1.0
+    every = damages.OF_BYTES, damages.OF_FILES
+    # Values in a list, which a reader without checksums cannot miss.
+    values = {"value": damages.OF_BYTES["value"]}, ()
+    for name, (_, times) in TOYS.items():
+        damages.OF_BYTES, damages.OF_FILES = every if name == "careless" else values
+        for case in campaign.run(name, root, 0, list(range(times))):
+            print(json.dumps(dataclasses.asdict(case)))
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
