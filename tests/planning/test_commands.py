@@ -11,8 +11,8 @@ import pytest
 from benchmarks.machines import MACHINES, RECIPES, USES, Cell
 from calm_jax.planning.topology import parse
 from tests.planning.test_planner import need_cuda, need_tpu, plan
+from tests.workdirs import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
 # (file, a part of its text, hardware that the text names). Each is a training of CALM-M or CALM-XL with the published batch.
 COMMANDS = (
     ("README.md", "launch/single_host.sh --config=configs/calm_m.py", "h100:8"),

@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -21,8 +20,8 @@ from calm_jax.planning.fitting import too_large, with_choice
 from calm_jax.planning.planner import Lowered
 from calm_jax.planning.result import Plan, Traffic, advice
 from configs import calm_m, calm_xl, quickstart
+from tests.workdirs import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
 NO_TPU = importlib.util.find_spec("libtpu") is None
 NO_CUDA = (
     importlib.util.find_spec("jax_plugins.xla_cuda13") is None

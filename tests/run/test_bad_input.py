@@ -1,7 +1,7 @@
 """Bad input ends a command with status 2 and one line that has the key and the value; nothing is written."""
 
+import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -9,7 +9,7 @@ from absl import flags
 
 from calm_jax.cli.flags import parse_recipe_flags
 from tests.tiny_model import run_generate, tiny
-from tests.workdirs import ROOT
+from tests.workdirs import ROOT, run, train
 
 
 @pytest.fixture
@@ -206,25 +206,16 @@ def test_the_message_names_the_place_of_bad_text(name, tmp_path, capsys, monkeyp
 @pytest.mark.slow
 def test_a_batch_size_that_the_devices_do_not_divide_is_refused(text, tmp_path):
     """In a process of its own, which is given two devices."""
-    out = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "calm_jax.main",
-            f"--config=tests/tiny_recipe.py:{text}",
-            f"--workdir={tmp_path / 'run'}",
-            "--config.lm.training.batch_size=5",
-            # As many devices as there are (-1) would be as many as 5 divides over.
-            "--config.mesh.data=2",
-        ],
-        cwd=ROOT,
-        env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
+    line = train(
+        text,
+        tmp_path / "run",
+        "--config.lm.training.batch_size=5",
+        # As many devices as there are (-1) would be as many as 5 divides over.
+        "--config.mesh.data=2",
+        status=2,
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
     )
-    assert out.returncode == 2
-    assert "lm.training.batch_size=5 must be a multiple of" in out.stderr
+    assert "lm.training.batch_size=5 must be a multiple of" in line
 
 
 GENERATE = {
@@ -236,14 +227,7 @@ GENERATE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("option", GENERATE)
 def test_generation_refuses_a_folder_without_a_model(option):
-    out = subprocess.run(
-        [sys.executable, "-m", "calm_jax.generate", option, "--prompt=x"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert out.returncode == 2 and GENERATE[option] in out.stderr
+    assert GENERATE[option] in run("calm_jax.generate", option, "--prompt=x", status=2)
 
 
 # The head of the model and flags of the generate command, of which the last is bad, and what the message must contain.
