@@ -22,7 +22,7 @@ from benchmarks import measure, results
 from benchmarks import peer as published
 from benchmarks.measure import Cases, Options, Record
 from benchmarks.suites import evaluate, generate, startup, train
-from calm_jax.cli.flags import parse_recipe_flags
+from calm_jax.cli.flags import define_recipe, parse_flags
 from calm_jax.config import as_dict, resolve
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
@@ -36,9 +36,7 @@ _RECIPE = "configs/bench_small.py"
 _SUITE = flags.DEFINE_list(
     "suite", ["train", "generate"], f"what to measure, of {', '.join(_SUITES)}"
 )
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, f"recipe: a file with get_config(); {_RECIPE} if it is not given"
-)
+_CONFIG = define_recipe(f"recipe: a file with get_config(); {_RECIPE} if it is not given")
 _CASE = flags.DEFINE_list("case", [], "only these cases of the suites; if empty, all")
 _STAGE = flags.DEFINE_enum(
     "stage",
@@ -205,7 +203,7 @@ def main(argv: list[str]) -> None:
 def _parse(argv: list[str]) -> list[str]:
     """Parses the flags; keys of the recipe may be given without the recipe."""
     is_given = any(word.partition("=")[0] in ("--config", "-config") for word in argv)
-    return parse_recipe_flags(argv if is_given else [argv[0], f"--config={_RECIPE}", *argv[1:]])
+    return parse_flags(argv if is_given else [argv[0], f"--config={_RECIPE}", *argv[1:]])
 
 
 if __name__ == "__main__":

@@ -25,14 +25,13 @@ from typing import Any
 import rich.table
 import rich.text
 from absl import app, flags
-from ml_collections import config_flags
 
 from calm_jax import brier
 from calm_jax.brier import ORDERS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, write_atomically
-from calm_jax.cli.flags import parse_recipe_flags
+from calm_jax.cli.flags import define_recipe, parse_flags
 from calm_jax.cli.output import new_file
 from calm_jax.config import Config, resolve
 from calm_jax.data.tokenizers import Tokenizer, open_tokenizer
@@ -54,9 +53,7 @@ from calm_jax.run.references import references as references_of
 from calm_jax.run.report import brier_columns
 from calm_jax.run.workdir import Workdir
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "configs/workdir.py:DIR, a run whose text and tokenizer are used"
-)
+_CONFIG = define_recipe("configs/workdir.py:DIR, a run whose text and tokenizer are used")
 _WRITE = flags.DEFINE_string(
     "write_references", "", "write the places of --config's equal-context evaluation to this file"
 )
@@ -227,4 +224,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     keep_freed_memory()
-    app.run(main, flags_parser=parse_recipe_flags)
+    app.run(main, flags_parser=parse_flags)

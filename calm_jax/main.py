@@ -11,10 +11,9 @@ import re
 from typing import Any
 
 from absl import app, flags
-from ml_collections import config_flags
 
 from calm_jax.cli.files import local_path
-from calm_jax.cli.flags import parse_recipe_flags
+from calm_jax.cli.flags import define_recipe, parse_flags
 from calm_jax.config import resolve
 from calm_jax.errors import UserError
 from calm_jax.parallel import startup
@@ -25,9 +24,7 @@ from calm_jax.run import recipe
 from calm_jax.run.workdir import Workdir
 from calm_jax.training.loop import Profile
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Python file with the recipe, such as configs/quickstart.py"
-)
+_CONFIG = define_recipe("Python file with the recipe, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string(
     "workdir", "", "folder of the run; if empty, runs/ and the name of the recipe"
 )
@@ -87,4 +84,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     keep_freed_memory()
-    app.run(main, flags_parser=parse_recipe_flags)
+    app.run(main, flags_parser=parse_flags)

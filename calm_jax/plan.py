@@ -22,11 +22,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import rich.console
 import rich.table
 from absl import app, flags
-from ml_collections import config_flags
 
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, nan_to_none, write_atomically
-from calm_jax.cli.flags import parse_recipe_flags
+from calm_jax.cli.flags import define_recipe, parse_flags
 from calm_jax.cli.progress import console, duration
 from calm_jax.config import Config, resolve
 from calm_jax.errors import UserError
@@ -35,7 +34,7 @@ from calm_jax.planning.planner import Lowered, Try, compile_plan, fit, plan_for
 from calm_jax.planning.result import Plan, advice
 from calm_jax.planning.topology import Topology, of_family, parse
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "recipe: a file with get_config()")
+_CONFIG = define_recipe("recipe: a file with get_config()")
 _TOPOLOGY = flags.DEFINE_string("topology", "", "hardware, such as v5e:4x4, v5p:2x2x1 or h100:8")
 _FIT = flags.DEFINE_string("fit", "", "family, such as v5e: finds the smallest size that fits")
 _STAGE = flags.DEFINE_enum(
@@ -247,4 +246,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_recipe_flags)
+    app.run(main, flags_parser=parse_flags)

@@ -468,7 +468,7 @@ def _parsed(folder: pathlib.Path, parse: Callable[[list[str]], list[str]]) -> li
 
 def _read_training_flags(folder: pathlib.Path) -> Any:
     _command("calm_jax.main")
-    rest = _parsed(folder, flags_lib.parse_recipe_flags)
+    rest = _parsed(folder, flags_lib.parse_flags)
     recipe = flags.FLAGS["config"].value
     return len(rest), as_json(resolve(recipe)) if recipe is not None else ""
 

@@ -16,6 +16,9 @@ from ml_collections import ConfigDict, config_flags
 from calm_jax.cli.files import local_path
 from calm_jax.errors import UserError, nearest
 
+# --help of a command has the flags that are defined here for it.
+flags.disclaim_key_flags()
+
 
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
@@ -72,43 +75,38 @@ def parse_config_flags(config: ConfigDict) -> Callable[[list[str]], list[str]]:
     return parse
 
 
-@_one_line_errors()
-def parse_recipe_flags(argv: list[str]) -> list[str]:
-    """Parses the flags of a command whose `--config=FILE[:ARGUMENT]` names a recipe."""
-    recipe_flag = _recipe_flag(argv)
-    if recipe_flag is not None:
-        _check_keys(argv, _recipe(recipe_flag))
-    return parse_flags(argv)
+def define_recipe(help_text: str) -> flags.FlagHolder[ConfigDict | None]:
+    """Defines `--config=FILE[:ARGUMENT]`, which names a recipe, and `--config.KEY=VALUE`, which change its keys."""
+    holder = config_flags.DEFINE_config_file("config", None, help_text)
+    flags.FLAGS["config"].parser = _RecipeParser()
+    return holder
 
 
-def _recipe_flag(argv: list[str]) -> str | None:
-    """The last value of --config, as `--config=FILE` or `--config FILE`; None without the flag."""
-    value = None
-    for arg, after in zip(argv, [*argv[1:], ""], strict=True):
-        name, is_given, text = arg.partition("=")
-        if name in ("--config", "-config"):
-            value = text if is_given else after
-    return value
+class _RecipeParser(flags.ArgumentParser):
+    """Executes a recipe. All that is wrong with it is a `UserError`, where the library would show a traceback."""
 
-
-def _recipe(recipe_flag: str) -> ConfigDict:
-    """The config of `--config=FILE[:ARGUMENT]`. Raises `UserError` for everything that the file raises.
-
-    The flag itself would show such an error as a traceback, or not before the config is read.
-    """
-    file, *argument = recipe_flag.split(":", 1)
-    # Not pathlib's, which raises an error for a name that is too long.
-    if not os.path.isfile(file):
-        raise UserError(f"--config={recipe_flag}: there is no file {file}")
-    try:
-        return runpy.run_path(file)["get_config"](*argument)
-    except UserError:
-        raise
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        if "get_config() takes 0 positional" in reason:
-            reason = "this recipe takes no argument after a colon"
-        raise UserError(f"--config={recipe_flag}: {reason}") from error
+    def parse(self, recipe_flag: str) -> ConfigDict:
+        file, *argument = recipe_flag.split(":", 1)
+        # Not pathlib's, which raises an error for a name that is too long.
+        if not os.path.isfile(file):
+            raise UserError(f"--config={recipe_flag}: there is no file {file}")
+        try:
+            config = runpy.run_path(file)["get_config"](*argument)
+        except UserError:
+            raise
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            if "get_config() takes 0 positional" in reason:
+                reason = "this recipe takes no argument after a colon"
+            raise UserError(f"--config={recipe_flag}: {reason}") from error
+        if not isinstance(config, ConfigDict):
+            kind = type(config).__name__
+            raise UserError(
+                f"--config={recipe_flag}: get_config() returns {kind}, not a ConfigDict"
+            )
+        # The flag itself reads the changed keys of sys.argv, too.
+        _check_keys(sys.argv, config)
+        return config.lock()
 
 
 def _check_keys(argv: list[str], config: ConfigDict) -> None:

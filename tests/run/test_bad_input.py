@@ -7,7 +7,7 @@ import sys
 import pytest
 from absl import flags
 
-from calm_jax.cli.flags import parse_recipe_flags
+from calm_jax.cli.flags import parse_flags
 from tests.tiny_model import run_generate, tiny
 from tests.workdirs import ROOT, run, train
 
@@ -30,7 +30,7 @@ def refuse(capsys, monkeypatch, *args: str) -> str:
     # ml_collections reads the overridden keys from sys.argv.
     monkeypatch.setattr(sys, "argv", ["main", *args])
     with pytest.raises(SystemExit) as exit_:
-        main.main(parse_recipe_flags(["main", *args]))
+        main.main(parse_flags(["main", *args]))
     assert exit_.value.code == 2
     out = capsys.readouterr()
     lines = out.err.strip().splitlines()
