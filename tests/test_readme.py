@@ -85,14 +85,15 @@ def has_key(section, key: str) -> bool:
 def defined_flags(module: str) -> set[str]:
     """Names of a command's flags, read from its source."""
     path = ROOT / module.replace(".", "/")
-    source = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
-    tree = ast.parse(source.read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return {
+    file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    source = file.read_text(encoding="utf-8")
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    names = {
         call.args[0].value
         for call in calls
         if isinstance(call.func, ast.Attribute) and call.func.attr.startswith("DEFINE_")
     }
+    return names | ({"config"} if "define_recipe(" in source else set())
 
 
 def _spelt_out(text: str) -> list[str]:
