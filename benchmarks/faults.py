@@ -8,11 +8,12 @@ metrics, samples and scores, or the very bytes; and nothing else may lie beside 
 to go on with is obeyed. DIR gets trials.jsonl, one line for each trial; the same call goes on from there (a changed
 program needs a new DIR). The table counts trials that recovered, and trials that lost something, of which there must be none.
 
-Faults: `kill`, `term` and `int` are SIGKILL, SIGTERM and SIGINT, for a job of several processes to one of them; `stop` is
+Faults: `kill`, `term` and `int` are SIGKILL, SIGTERM and SIGINT, for a job of several processes to any one of them; `stop` is
 SIGSTOP for a second; `orphan` kills the command's parent; `two` starts the command a second time meanwhile; `cut` is SIGKILL and
 a disk that loses, of every file, a random part of what was not synced yet; `full` is a disk that is full at a random byte,
 `readonly` one that cannot be written (both are a tmpfs, which root alone can mount); `clock` sets the clock back by a day;
-`source` kills the command and gives it again with a text file that has changed or is gone.
+`source` kills the command and gives it again with a text file that has changed or is gone. A job is not given faults that mean nothing
+to it: a server writes no files, and only training and preparation read text that they have begun with.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import rich.table
 from absl import app, flags
 
@@ -79,6 +81,8 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
         steps = sorted(int(path.name) for path in (folder / stage).iterdir() if path.name.isdigit())
         about = json.loads((folder / stage / str(steps[-1]) / "about" / "metadata").read_text())
         found[stage] = [steps, about["checksums"]]
+    # No unfinished or temporary file may be left.
+    found["files"] = sorted(path.name for one in ("", *found) for path in (folder / one).iterdir())
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         if (folder / name).exists():
             found[name] = _lines(folder / name)
@@ -110,15 +114,15 @@ class Job:
       arguments: of `python -m`, for a given output.
       outcome: what its output holds, of JSON's types.
       source: the output of the job that it begins with a copy of; empty for an output that it makes.
-      is_several: whether signals go to one of its child processes.
-      reads_text: whether it reads the text files.
+      victims: which of its processes a signal goes to one of: the command "itself", its "children", or "all".
+      without: faults that mean nothing to it.
     """
 
     arguments: Callable[[pathlib.Path], list[str]]
     outcome: Callable[[pathlib.Path], Any]
     source: str = ""
-    is_several: bool = False
-    reads_text: bool = False
+    victims: str = "itself"
+    without: tuple[str, ...] = ("source",)
 
 
 def _jobs(folder: pathlib.Path) -> dict[str, Job]:
@@ -131,21 +135,22 @@ def _jobs(folder: pathlib.Path) -> dict[str, Job]:
         "train": Job(
             lambda out: ["calm_jax.main", recipe, *often, f"--workdir={out}"],
             _of_run,
-            reads_text=True,
+            without=(),
         ),
         "pair": Job(
             lambda out: [
                 *["benchmarks.several", "two", "calm_jax.main", recipe, *often],
-                f"--workdir={out}",
+                *["--connect_seconds=100", f"--workdir={out}"],
             ],
             _of_run,
-            is_several=True,
-            reads_text=True,
+            victims="children",
+            without=(),
         ),
         "serve": Job(
             lambda out: ["benchmarks.several", "asked", str(trained), str(out)],
             _lines,
-            is_several=True,
+            victims="children",
+            without=("two", "cut", "full", "readonly", "source"),
         ),
         "evaluate": Job(
             lambda out: ["calm_jax.main", "--mode=eval", f"--config=configs/workdir.py:{out}"],
@@ -162,7 +167,8 @@ def _jobs(folder: pathlib.Path) -> dict[str, Job]:
         "prepare": Job(
             lambda out: ["calm_jax.data.prepare", *text, "--workers=1", f"--output={out}"],
             _of_bytes,
-            reads_text=True,
+            victims="all",
+            without=(),
         ),
         "convert": Job(
             lambda out: [
@@ -242,10 +248,15 @@ def _wait_for_orphans(group: int) -> None:
 
 
 def _victim(process: subprocess.Popen, job: Job, chance: random.Random) -> int:
-    """The process that a signal goes to."""
-    path = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    children = path.read_text().split() if job.is_several and path.exists() else []
-    return int(chance.choice(children)) if children else process.pid
+    """The process that a signal goes to; the command itself as long as it has no children."""
+    if job.victims == "itself":
+        return process.pid
+    children: list[int] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
+    if job.victims == "all":
+        children.append(process.pid)
+    return chance.choice(children or [process.pid])
 
 
 @contextlib.contextmanager
@@ -352,10 +363,12 @@ def _disturb(
                 os.kill(victim, signal.SIGSTOP if fault == "stop" else number)
             if fault == "stop":
                 time.sleep(1)
-                os.kill(victim, signal.SIGCONT)
+                # It may have ended meanwhile.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGCONT)
                 if process.wait(_MOST_SECONDS) != 0:
                     wrong.append(f"the stopped command failed: {_last_error(log)}")
-            elif job.is_several:
+            elif job.victims != "itself":
                 # The others have to end by themselves.
                 process.wait(_MOST_SECONDS)
     finally:
@@ -554,9 +567,7 @@ def main(argv: list[str]) -> int:
     for number in range(_TIMES.value):
         for name in _JOBS.value:
             for fault in _FAULTS.value:
-                if (name, fault, number) in done:
-                    continue
-                if fault == "source" and not jobs[name].reads_text:
+                if (name, fault, number) in done or fault in jobs[name].without:
                     continue
                 record = _trial(name, fault, number, jobs[name], references[name], root)
                 records.append(record)

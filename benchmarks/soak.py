@@ -2,12 +2,15 @@
 
     python -m benchmarks.soak --folder=DIR [--minutes=60] [--seed=0] [--jobs=train,serve,prepare]
 
-`train` trains a tiny recipe and saves a checkpoint about every second. `serve` answers sixteen clients, of whom every third closes
-its connection in the midst of a stream. `prepare` prepares text again and again, while its workers are killed; each time it
-must write the same bytes. Every ten seconds memory (RSS), open files and processes are counted, of the command and of all its
-children. The table compares the middle of the time, when everything is compiled, with its end. DIR gets soak.jsonl.
+`train` trains a tiny recipe and saves a checkpoint every 20 steps; at the end each step must be in metrics.jsonl once, and the same
+command must go on from the last checkpoint. `serve` answers sixteen clients, of whom every third closes its connection in the
+midst of a stream; the others must get an answer, and to the same request always the same. `prepare` prepares text again and again,
+while its workers are killed; each time it must write the same bytes. Every ten seconds memory (RSS), open files with sockets, and
+processes are counted, of the command and of all its children. The table has the most of each in the first tenth of the time, in
+tenths around a quarter and a half of it, and in the last tenth. DIR gets soak.jsonl.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import hashlib
@@ -18,7 +21,6 @@ import pathlib
 import random
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -44,6 +46,8 @@ _JOBS = flags.DEFINE_list("jobs", ["train", "serve", "prepare"], "what to run, o
 _ROOT = pathlib.Path(__file__).parent.parent
 _EVERY = 10.0
 _CLIENTS = 16
+# Between two checkpoints of the training.
+_STEPS = 20
 
 
 def _start(log: pathlib.Path, *arguments: str) -> psutil.Popen:
@@ -93,11 +97,15 @@ class _Soak:
                 continue
             following += _EVERY
             with contextlib.suppress(psutil.NoSuchProcess):
-                seconds = round(time.monotonic() - self.began)
-                sample = {"job": self.job, "seconds": seconds} | _counts(process)
-                self.samples.append(sample)
-                with open(self.root / "soak.jsonl", "a") as lines:
-                    lines.write(json.dumps(sample) + "\n")
+                self.count(process)
+
+    def count(self, process: psutil.Process) -> dict:
+        seconds = round(time.monotonic() - self.began)
+        sample = {"job": self.job, "seconds": seconds} | _counts(process)
+        self.samples.append(sample)
+        with open(self.root / "soak.jsonl", "a") as lines:
+            lines.write(json.dumps(sample) + "\n")
+        return sample
 
 
 def _text(root: pathlib.Path, files: int, words: int) -> str:
@@ -111,13 +119,12 @@ def _text(root: pathlib.Path, files: int, words: int) -> str:
 def _train(soak: _Soak) -> None:
     workdir = soak.root / "run"
     shutil.rmtree(workdir, ignore_errors=True)
-    forever = [
-        "--config.lm.training.num_steps=100000000",
-        "--config.lm.training.eval_every=100000000",
-    ]
-    often = ["--config.lm.training.checkpoint_every=20", "--config.lm.training.log_every=20"]
+    often = [f"--config.lm.training.{name}={_STEPS}" for name in ("checkpoint_every", "log_every")]
+    often.append("--config.lm.training.eval_every=100000000")
     recipe = f"--config=tests/tiny_recipe.py:{_text(soak.root, 12, 400)}"
-    process = _start(soak.log, "calm_jax.main", recipe, f"--workdir={workdir}", *forever, *often)
+    arguments = ["calm_jax.main", recipe, f"--workdir={workdir}", *often]
+    soak.began = time.monotonic()
+    process = _start(soak.log, *arguments, "--config.lm.training.num_steps=100000000")
     # Its lines must not fill the pipe.
     reader = threading.Thread(target=process.stdout.read)
     reader.start()
@@ -125,16 +132,24 @@ def _train(soak: _Soak) -> None:
     process.send_signal(signal.SIGTERM)
     status = process.wait(300)
     reader.join()
-    names = [path.name for path in (workdir / "lm").glob("*")]
-    left = [name for name in names if not name.isdigit()]
-    soak.done = max((int(name) for name in names if name.isdigit()), default=0) // 20
-    soak.wrong += [f"{name} is left" for name in left]
     if status != 75:
         soak.wrong.append(f"status {status}")
+    names = [path.name for path in (workdir / "lm").glob("*")]
+    soak.wrong += [f"{name} is left" for name in names if not name.isdigit()]
+    last = max((int(name) for name in names if name.isdigit()), default=0)
+    soak.done = last // _STEPS
+    resumed = _start(soak.log, *arguments, f"--config.lm.training.num_steps={last + _STEPS}")
+    shown, _ = resumed.communicate(timeout=600)
+    if resumed.returncode or f"resumed at step {last}" not in shown:
+        soak.wrong.append(f"not resumed at step {last}: status {resumed.returncode}")
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    steps = [one["step"] for one in records if (one["stage"], one["split"]) == ("lm", "train")]
+    if steps != sorted({*range(_STEPS, last + _STEPS, _STEPS), last + _STEPS}):
+        soak.wrong.append("metrics.jsonl has not each step once")
 
 
-def _ask(address: str, chance: random.Random) -> bool:
-    """One request; whether it was answered in full, or the client has gone away."""
+def _ask(address: str, chance: random.Random) -> tuple[str, str] | None:
+    """A request and its answer; None for one whose client goes away. Raises `AssertionError` for a wrong answer."""
     connection = http.client.HTTPConnection(address, timeout=120)
     is_vanishing = chance.random() < 1 / 3
     prompt = "def " * chance.randint(1, 8)
@@ -151,8 +166,10 @@ def _ask(address: str, chance: random.Random) -> bool:
         answer = connection.getresponse()
         if is_vanishing:
             answer.read(chance.randint(1, 200))
-            return True
-        return answer.status == 200 and "choices" in json.loads(answer.read())
+            return None
+        content = answer.read().decode()
+        assert answer.status == 200, f"status {answer.status}: {content[:200]}"
+        return json.dumps(body), json.loads(content)["choices"][0]["text"]
     finally:
         connection.close()
 
@@ -164,24 +181,29 @@ def _serve(soak: _Soak) -> None:
     soak.began = time.monotonic()
     process = _start(soak.log, "calm_jax.serve", f"--workdir={workdir}", "--port=0")
     address = process.stdout.readline().partition("http://")[2].split()[0]
+    texts: dict[str, str] = {}
+    done: collections.Counter[str] = collections.Counter()
 
-    def client(number: int) -> tuple[int, int]:
-        chance, answered, failed = random.Random(f"{_SEED.value} {number}"), 0, 0
+    def client(number: int) -> None:
+        chance = random.Random(f"{_SEED.value} {number}")
         while soak.left > 5:
             try:
-                is_right = _ask(address, chance)
-            except (OSError, http.client.HTTPException):
-                is_right = False
-            answered, failed = answered + is_right, failed + (not is_right)
-        return answered, failed
+                asked = _ask(address, chance)
+                assert asked is None or texts.setdefault(*asked) == asked[1], "another text"
+                done["vanished" if asked is None else "answers"] += 1
+            except (OSError, http.client.HTTPException, ValueError, AssertionError) as error:
+                soak.wrong.append(f"{soak.left:.0f} s before the end: {error!r}")
+                # The server may be gone.
+                time.sleep(1)
 
     with concurrent.futures.ThreadPoolExecutor(_CLIENTS) as pool:
-        results = [pool.submit(client, number) for number in range(_CLIENTS)]
+        running = [pool.submit(client, number) for number in range(_CLIENTS)]
         soak.watch(process)
-        soak.done = sum(result.result()[0] for result in results)
-        failed = sum(result.result()[1] for result in results)
-        soak.wrong += [f"{failed} requests had no answer"] * bool(failed)
+        for one in running:
+            one.result()
+    soak.done = done["answers"]
     time.sleep(5)
+    print(f"serve: {done['vanished']} clients vanished; afterwards {soak.count(process)}")
     sockets = [one for one in process.net_connections("tcp") if one.status != psutil.CONN_LISTEN]
     soak.wrong += [f"a connection is left: {one}" for one in sockets]
     process.send_signal(signal.SIGTERM)
@@ -206,11 +228,11 @@ def _prepare(soak: _Soak) -> None:
         "--workers=2",
         "--shard_characters=200000",
     ]
-    chance, expected, killed = random.Random(_SEED.value), "", 0
+    chance, expected, killed, repeated = random.Random(_SEED.value), "", 0, 0
 
     def kill_a_worker() -> None:
         nonlocal killed
-        if not expected or chance.random() > 0.1:
+        if not expected or chance.random() > 0.04:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
             workers = [one for one in process.children(recursive=True) if not one.children()]
@@ -229,11 +251,13 @@ def _prepare(soak: _Soak) -> None:
             kill_a_worker()
 
         soak.watch(process, disturb)
-        status = process.wait(600)
-        process.stdout.close()
+        process.communicate(timeout=600)
+        status = process.returncode
         if status == 2:
-            # A worker that died too often ends the command in one line; the same command goes on.
-            status = _start(soak.log, "calm_jax.data.prepare", *arguments).wait(600)
+            # Workers that die too often end the command in one line; the same command goes on.
+            again = _start(soak.log, "calm_jax.data.prepare", *arguments)
+            again.communicate(timeout=600)
+            status, repeated = again.returncode, repeated + 1
         found = _hash(output)
         expected = expected or found
         if status or found != expected:
@@ -244,17 +268,24 @@ def _prepare(soak: _Soak) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if one.status() != psutil.STATUS_ZOMBIE:
                     soak.wrong.append(f"a process is left: {one}")
-    print(f"prepare: {killed} workers were killed")
+    print(f"prepare: {killed} workers were killed, {repeated} commands given again")
 
 
 _RUN = {"train": _train, "serve": _serve, "prepare": _prepare}
 _DONE = {"train": "checkpoints", "serve": "answers", "prepare": "preparations"}
 
 
-def _mean(samples: list[dict], name: str, begin: float, end: float) -> float:
-    most = max(one["seconds"] for one in samples)
-    some = [one[name] for one in samples if begin * most <= one["seconds"] <= end * most]
-    return statistics.mean(some) if some else float("nan")
+# Parts of the time whose most the table shows: the first tenth, around a quarter and a half, and the last tenth.
+_PARTS = ((0.0, 0.1), (0.2, 0.3), (0.45, 0.55), (0.9, 1.0))
+
+
+def _over_time(samples: list[dict], name: str) -> str:
+    most = 60 * _MINUTES.value
+    parts = [
+        [one[name] for one in samples if begin * most <= one["seconds"] <= end * most]
+        for begin, end in _PARTS
+    ]
+    return " → ".join(str(max(part)) if part else "?" for part in parts)
 
 
 @command
@@ -271,10 +302,7 @@ def main(argv: list[str]) -> int:
     for job in _JOBS.value:
         soak = _Soak(job, root)
         _RUN[job](soak)
-        changes = [
-            f"{_mean(soak.samples, name, 0.4, 0.6):.0f} → {_mean(soak.samples, name, 0.9, 1.0):.0f}"
-            for name in ("MiB", "open files", "processes")
-        ]
+        changes = [_over_time(soak.samples, name) for name in ("MiB", "open files", "processes")]
         minutes = (time.monotonic() - soak.began) / 60
         table.add_row(
             job, f"{minutes:.0f}", f"{soak.done} {_DONE[job]}", str(len(soak.wrong)), *changes

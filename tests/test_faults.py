@@ -63,18 +63,22 @@ def test_a_clock_is_set_back_by_a_day(tmp_path):
     assert -86400 < float(shown) < -86300
 
 
-def test_a_signal_goes_to_one_of_several_processes(tmp_path):
+def test_a_signal_goes_to_one_of_the_processes_of_a_job(tmp_path):
     chance, job = random.Random(0), faults.Job(lambda output: [], lambda output: {})
-    several = dataclasses.replace(job, is_several=True)
     with subprocess.Popen(
         ["sh", "-c", "sleep 60 & sleep 60 & wait"], start_new_session=True
     ) as process:
+
+        def victims(which: str) -> set[int]:
+            some = dataclasses.replace(job, victims=which)
+            return {faults._victim(process, some, chance) for _ in range(100)}
+
         try:
-            while len({faults._victim(process, several, chance) for _ in range(20)}) < 2:
+            while len(victims("children")) < 2:
                 pass
-            victims = {faults._victim(process, several, chance) for _ in range(50)}
-            assert process.pid not in victims and len(victims) == 2
-            assert faults._victim(process, job, chance) == process.pid
+            assert victims("itself") == {process.pid}
+            assert process.pid not in victims("children") and len(victims("children")) == 2
+            assert victims("all") == victims("children") | {process.pid}
         finally:
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -106,12 +110,18 @@ def _read(command: pathlib.Path) -> bytes:
 
 
 @pytest.mark.slow
-def test_commands_that_are_killed_doubled_or_lose_the_last_writes_lose_nothing(tmp_path):
+def test_commands_that_are_disturbed_lose_nothing(tmp_path):
+    """One trial of each: two processes, a server, and commands of one process."""
     command = ("benchmarks.faults", f"--folder={tmp_path}", "--times=1")
-    for more in (("--jobs=train", "--faults=cut"), ("--jobs=export", "--faults=kill,two,orphan")):
-        run(*command, *more, env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"})
+    env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    for more in (
+        ("--jobs=train", "--faults=cut"),
+        ("--jobs=export", "--faults=kill,two,orphan"),
+        ("--jobs=serve,pair", "--faults=kill"),
+    ):
+        run(*command, *more, env=env)
     records = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
-    assert [one["wrong"] for one in records] == [[], [], [], []]
+    assert [one["wrong"] for one in records] == [[]] * 6
     # What is done is not done again.
-    run(*command, "--jobs=export", "--faults=kill,two,orphan", env=dict(os.environ))
-    assert len((tmp_path / "trials.jsonl").read_text().splitlines()) == 4
+    run(*command, "--jobs=export", "--faults=kill,two,orphan", env=env)
+    assert len((tmp_path / "trials.jsonl").read_text().splitlines()) == 6

@@ -151,24 +151,27 @@ def test_training_on_eight_devices_equals_one(name, tmp_path):
 
 @dataclasses.dataclass(frozen=True)
 class Fragile:
-    """A task with a quadratic loss, which is NaN on a batch that holds the token 255."""
+    """A task with a quadratic loss, which on a batch that holds the token 255 is NaN or overflows in bfloat16."""
+
+    overflows: bool = False
 
     def init(self, key):
         return {"kernel": jnp.ones(2)}
 
     def loss(self, params, frozen, batch, key_B, step):
         bad = (batch["tokens"] == 255).any()
-        value = (params["kernel"] ** 2).sum() * jnp.where(bad, jnp.nan, 1.0)
+        dtype, worst = (jnp.bfloat16, 3e38) if self.overflows else (jnp.float32, jnp.nan)
+        value = (params["kernel"] ** 2).sum().astype(dtype) * jnp.where(bad, worst, 1).astype(dtype)
         return {"loss": (value, jnp.float32(1))}
 
 
-def fragile_run(bad_steps: set[int], steps: int, max_nonfinite_steps: int):
-    """The states before and after each step of training `Fragile`, with NaN losses at `bad_steps`."""
+def fragile_run(bad_steps: set[int], steps: int, max_nonfinite_steps: int, overflows: bool = False):
+    """The states before and after each step of training `Fragile`, with non-finite losses at `bad_steps`."""
     config = tiny_config()
     settings = dataclasses.replace(
         config.lm.training, log_every=100, max_nonfinite_steps=max_nonfinite_steps
     )
-    task, optimizer = Fragile(), make_optimizer(config.lm.optimizer, 100)
+    task, optimizer = Fragile(overflows), make_optimizer(config.lm.optimizer, 100)
     mesh = make_mesh(config.mesh)
     good = make_batch(4)
     good["tokens"] %= 200
@@ -181,8 +184,9 @@ def fragile_run(bad_steps: set[int], steps: int, max_nonfinite_steps: int):
     return states
 
 
-def test_a_nonfinite_update_is_skipped_and_counted():
-    states = fragile_run({3, 4}, 6, 10)
+@pytest.mark.parametrize("overflows", [False, True], ids=["nan", "overflow in bfloat16"])
+def test_a_nonfinite_update_is_skipped_and_counted(overflows):
+    states = fragile_run({3, 4}, 6, 10, overflows)
     same = jax.tree.map(
         lambda a, b: bool((a == b).all()),
         (states[4].params, states[4].opt_state),
