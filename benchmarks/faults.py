@@ -2,8 +2,8 @@
 
     python -m benchmarks.faults --folder=DIR [--times=10] [--seed=0] [--jobs=train,prepare,...] [--faults=kill,two,...]
 
-A trial starts a command on a tiny recipe, does the fault at a random moment of it, and gives the same command again until
-it ends with status 0. Its files must then hold what the undisturbed command wrote: all checksums of parameters and optimizer,
+A trial starts a command on a tiny recipe, does the fault at a random moment of it (of its CPU time, which other load of the machine
+hardly changes), and gives the same command again until it ends with status 0. Its files must then hold what the undisturbed command wrote: all checksums of parameters and optimizer,
 metrics, samples and scores, or the very bytes; and nothing else may lie beside them. A line of error that offers a command
 to go on with is obeyed. DIR gets trials.jsonl, one line for each trial; the same call goes on from there (a changed
 program needs a new DIR). The table counts trials that recovered, and trials that lost something, of which there must be none.
@@ -218,6 +218,27 @@ def _start(
         )
 
 
+def _cpu_seconds(process: psutil.Process) -> float:
+    """The CPU time of a process and its descendants, with those that have ended."""
+    total = 0.0
+    for one in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            used = one.cpu_times()
+            total += used.user + used.system + used.children_user + used.children_system
+    return total
+
+
+def _wait_for_moment(process: subprocess.Popen, moment: float) -> None:
+    """Returns when a process has used `moment` seconds of CPU time, or has ended."""
+    ends = time.monotonic() + _MOST_SECONDS
+    with contextlib.suppress(psutil.NoSuchProcess):
+        watched = psutil.Process(process.pid)
+        while process.poll() is None and _cpu_seconds(watched) < moment:
+            time.sleep(0.05)
+            if time.monotonic() > ends:
+                raise subprocess.TimeoutExpired(process.args, _MOST_SECONDS)
+
+
 def _end(process: subprocess.Popen) -> int:
     """Waits for a process, which is killed if it hangs, and ends what it left. Returns its status."""
     try:
@@ -325,7 +346,7 @@ def _preloaded(folder: pathlib.Path, name: str) -> str:
 def _disturb(
     fault: str, job: Job, output: pathlib.Path, moment: float, chance: random.Random
 ) -> list[str]:
-    """Runs a command with a fault after `moment` seconds. Returns what went wrong, nothing for most faults."""
+    """Runs a command with a fault after `moment` seconds of CPU time. Returns what went wrong, nothing for most faults."""
     log, root, wrong = _log_of(output), output.parents[1], []
     synced = log.with_suffix(".synced")
     environment: dict[str, str] = {}
@@ -341,7 +362,7 @@ def _disturb(
     process = _start(job.arguments(output), log, parent, **environment)
     try:
         if fault not in _TO_AN_END:
-            time.sleep(moment)
+            _wait_for_moment(process, moment)
         if fault == "two":
             second = _end(_start(job.arguments(output), log))
             refused = "is in use" in _last_error(log) or "is there already" in _last_error(log)
@@ -430,7 +451,7 @@ def _trial(
     name: str, fault: str, number: int, job: Job, reference: dict, root: pathlib.Path
 ) -> dict:
     chance = random.Random(f"{_SEED.value} {name} {fault} {number}")
-    moment = chance.uniform(0, reference["seconds"])
+    moment = chance.uniform(0, reference["cpu_seconds"])
     folder = root / f"{name}-{fault}-{number}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -497,7 +518,7 @@ def _differing(found: Any, expected: Any) -> list[str]:
 
 
 def _reference(name: str, job: Job, jobs: dict[str, Job], root: pathlib.Path) -> dict:
-    """Outcome and duration of an undisturbed command. The second of two calls is timed, which compiles nothing."""
+    """Outcome and CPU time of an undisturbed command. The second of two calls is measured, which compiles nothing."""
     path = root / "reference" / f"{name}.json"
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
@@ -510,15 +531,16 @@ def _reference(name: str, job: Job, jobs: dict[str, Job], root: pathlib.Path) ->
             _reference(job.source, jobs[job.source], jobs, root)
             shutil.copytree(root / "reference" / job.source, output)
         log.unlink(missing_ok=True)
-        began = time.monotonic()
+        began = os.times()
         try:
             status = _end(_start(job.arguments(output), log))
         except subprocess.TimeoutExpired as error:
             raise UserError(f"the undisturbed {name} takes more than {_MOST_SECONDS} s") from error
         if status:
             raise UserError(f"the undisturbed {name} failed: {_last_error(log)}, see {log}")
-        seconds = time.monotonic() - began
-    record = {"seconds": seconds, "outcome": job.outcome(output)}
+        ended = os.times()
+    used = ended.children_user + ended.children_system - began.children_user - began.children_system
+    record = {"cpu_seconds": used, "outcome": job.outcome(output)}
     write_atomically(path, json.dumps(record))
     return json.loads(json.dumps(record))
 

@@ -8,8 +8,10 @@ import random
 import signal
 import subprocess
 import sys
+import time
 import types
 
+import psutil
 import pytest
 
 from benchmarks import faults
@@ -45,10 +47,26 @@ def test_a_command_that_hangs_is_killed_and_recorded(tmp_path, monkeypatch):
     sleep = ["timeit", "-n1", f"__import__('time').sleep(600)  # {tmp_path}"]
     job = faults.Job(lambda output: sleep, lambda output: {})
     for fault in ("kill", "two"):
-        record = faults._trial("hung", fault, 0, job, {"seconds": 0.1, "outcome": {}}, tmp_path)
+        record = faults._trial(
+            "hung", fault, 0, job, {"cpu_seconds": 0.01, "outcome": {}}, tmp_path
+        )
         assert record["wrong"] == ["it hangs"]
     commands = pathlib.Path("/proc").glob("[0-9]*/cmdline")
     assert not any(sleep[-1].encode() in _read(command) for command in commands)
+
+
+def test_a_fault_comes_after_a_time_of_computing_and_not_of_waiting():
+    """In the child of a shell, which sleeps before it computes."""
+    work = "import time; time.sleep(1)\nwhile True: pass"
+    with subprocess.Popen(["sh", "-c", '"$@"; exit', "sh", sys.executable, "-c", work]) as process:
+        began, shell, used = time.monotonic(), psutil.Process(process.pid), 0.5
+        faults._wait_for_moment(process, used)
+        try:
+            assert time.monotonic() - began > 1 + used / 2
+            assert used <= faults._cpu_seconds(shell) < used + 5
+        finally:
+            for one in (*shell.children(), shell):
+                one.kill()
 
 
 def test_a_clock_is_set_back_by_a_day(tmp_path):
