@@ -14,8 +14,6 @@ from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, write_atomically
 from calm_jax.cli.flags import parse_flags_and_arguments
 from calm_jax.errors import UserError
-from calm_jax.run import web_comparison, web_report
-from calm_jax.run.workdir import Workdir
 
 _OUTPUT = flags.DEFINE_string(
     "output", "", "the page; if empty, report.html in the workdir, of several in this folder"
@@ -27,6 +25,10 @@ def main(argv: list[str]) -> None:
     folders = argv[1:]
     if not folders:
         raise UserError("give the folders of one run or several: python -m calm_jax.report DIR ...")
+    # Only here: --help and bad flags do not wait for JAX.
+    from calm_jax.run import web_comparison, web_report
+    from calm_jax.run.workdir import Workdir
+
     workdirs = [Workdir(local_path(folder, "DIR")) for folder in folders]
     several = len(workdirs) > 1
     text = web_comparison.comparison(workdirs) if several else web_report.page(workdirs[0])
