@@ -30,9 +30,11 @@ def main(argv: list[str]) -> None:
     from calm_jax.run.workdir import Workdir
 
     workdirs = [Workdir(local_path(folder, "DIR")) for folder in folders]
-    several = len(workdirs) > 1
-    text = web_comparison.comparison(workdirs) if several else web_report.page(workdirs[0])
-    default = pathlib.Path("report.html") if several else workdirs[0].report_path
+    if len(workdirs) > 1:
+        text = web_comparison.comparison(web_comparison.by_name(workdirs))
+        default = pathlib.Path("report.html")
+    else:
+        text, default = web_report.page(workdirs[0]), workdirs[0].report_path
     path = local_path(_OUTPUT.value, "--output") if _OUTPUT.value else default
     write_atomically(path, text)
     print(f"{path}: {len(text.encode()) / 1e3:,.0f} kB")
