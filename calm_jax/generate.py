@@ -9,12 +9,14 @@ tokens, chunks, draws and times (see `calm_jax.run.continuation.Continuation`).
 Options without a default are taken from the model's config, section `sample`; configs/common.py describes them.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import app, flags
 
@@ -23,13 +25,15 @@ from calm_jax.cli.files import local_path, read_text, write_atomically
 from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.cli.output import new_file
 from calm_jax.errors import UserError
-from calm_jax.parallel import multihost, startup
+from calm_jax.parallel import startup
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
 from calm_jax.parallel.host_memory import keep_freed_memory
 from calm_jax.parallel.startup import multihost_command
-from calm_jax.run.continuation import Continuation, Prompt, as_line
-from calm_jax.run.generator import Generator
-from calm_jax.sampling.config import CALM_ONLY, SampleConfig
+
+if TYPE_CHECKING:
+    from calm_jax.run.continuation import Continuation, Prompt
+    from calm_jax.run.generator import Generator
+    from calm_jax.sampling.config import SampleConfig
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "text to continue")
@@ -114,6 +118,8 @@ def _prompt_of(line: str, number: int) -> Prompt:
 
 
 def _options(generator: Generator) -> SampleConfig:
+    from calm_jax.sampling.config import CALM_ONLY
+
     given: dict[str, Any] = {flag.name: flag.value for flag in _OPTIONS if flag.value is not None}
     if "stop" in given:
         given["stop"] = tuple(given["stop"])
@@ -132,6 +138,8 @@ def _as_text(prompt: Prompt, generator: Generator) -> str:
 
 def _print(generator: Generator, prompts: Sequence[Prompt], options: SampleConfig) -> None:
     """Prints texts in the order of the prompts: a single one piece by piece, several of them each when it is complete."""
+    from calm_jax.parallel import multihost
+
     done: list[Continuation] = []
     if len(prompts) == 1:
         # Refuses what the model cannot take, before anything is printed.
@@ -156,6 +164,9 @@ def _write(
     generator: Generator, prompts: Sequence[Prompt], options: SampleConfig, path: pathlib.Path
 ) -> None:
     """Writes one JSON object for each prompt, in order. The file appears when it is complete."""
+    from calm_jax.parallel import multihost
+    from calm_jax.run.continuation import as_line
+
     done: list[Continuation] = []
     with progress.Countdown("generating", len(prompts), "prompts", multihost.is_primary()) as left:
         for one in generator.finish_each(prompts, options, _SEED.value):
@@ -169,6 +180,10 @@ def _write(
 
 @multihost_command
 def main(argv: list[str]) -> None:
+    # Only here: --help and bad flags do not wait for JAX.
+    from calm_jax.parallel import multihost
+    from calm_jax.run.generator import Generator
+
     workdir = given_folder(_WORKDIR, "the folder of a trained model")
     if not 0 <= _SEED.value < 2**32:
         raise UserError(f"--seed={_SEED.value} must be in [0, 2**32)")

@@ -14,15 +14,11 @@ from absl import app, flags
 
 from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import define_recipe, parse_flags
-from calm_jax.config import resolve
 from calm_jax.errors import UserError
 from calm_jax.parallel import startup
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
 from calm_jax.parallel.host_memory import keep_freed_memory
 from calm_jax.parallel.startup import multihost_command
-from calm_jax.run import recipe
-from calm_jax.run.workdir import Workdir
-from calm_jax.training.loop import Profile
 
 _CONFIG = define_recipe("Python file with the recipe, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string(
@@ -52,17 +48,23 @@ def _default_workdir(config_flag: str) -> pathlib.Path:
     return pathlib.Path("runs") / (name + suffix)
 
 
-def _profile(text: str, folder: pathlib.Path) -> Profile:
+def _profiled_steps(text: str) -> tuple[int, int]:
     if not text:
-        return Profile(-1, -1, "")
+        return -1, -1
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"--profile={text!r} must be A:B, the first and the last step to trace")
-    return Profile(int(match[1]), int(match[2]), str(folder / "profile"))
+    return int(match[1]), int(match[2])
 
 
 @multihost_command
 def main(argv: list[str]) -> None:
+    # Only here: --help and bad flags do not wait for JAX.
+    from calm_jax.config import resolve
+    from calm_jax.run import recipe
+    from calm_jax.run.workdir import Workdir
+    from calm_jax.training.loop import Profile
+
     if _CONFIG.value is None:
         raise UserError("give a recipe: --config=configs/quickstart.py")
     config_flag: Any = flags.FLAGS["config"]
@@ -73,7 +75,7 @@ def main(argv: list[str]) -> None:
         for name, value in (("--overwrite", _OVERWRITE.value), ("--profile", _PROFILE.value)):
             if value:
                 raise UserError(f"{name} has no meaning with --mode=eval: leave it out")
-    profile = _profile(_PROFILE.value, path)
+    profile = Profile(*_profiled_steps(_PROFILE.value), str(path / "profile"))
     _start_processes()
     keep_compiled_programs()
     if _MODE.value == "eval":

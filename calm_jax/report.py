@@ -14,8 +14,6 @@ from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, write_atomically
 from calm_jax.cli.flags import parse_flags_and_arguments
 from calm_jax.errors import UserError
-from calm_jax.run import web_comparison, web_report
-from calm_jax.run.workdir import Workdir
 
 _OUTPUT = flags.DEFINE_string(
     "output", "", "the page; if empty, report.html in the workdir, of several in this folder"
@@ -27,10 +25,16 @@ def main(argv: list[str]) -> None:
     folders = argv[1:]
     if not folders:
         raise UserError("give the folders of one run or several: python -m calm_jax.report DIR ...")
+    # Only here: --help and bad flags do not wait for JAX.
+    from calm_jax.run import web_comparison, web_report
+    from calm_jax.run.workdir import Workdir
+
     workdirs = [Workdir(local_path(folder, "DIR")) for folder in folders]
-    several = len(workdirs) > 1
-    text = web_comparison.comparison(workdirs) if several else web_report.page(workdirs[0])
-    default = pathlib.Path("report.html") if several else workdirs[0].report_path
+    if len(workdirs) > 1:
+        text = web_comparison.comparison(web_comparison.by_name(workdirs))
+        default = pathlib.Path("report.html")
+    else:
+        text, default = web_report.page(workdirs[0]), workdirs[0].report_path
     path = local_path(_OUTPUT.value, "--output") if _OUTPUT.value else default
     write_atomically(path, text)
     print(f"{path}: {len(text.encode()) / 1e3:,.0f} kB")

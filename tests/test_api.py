@@ -11,7 +11,7 @@ import pytest
 
 import calm_jax
 from calm_jax.errors import UserError
-from calm_jax.interop.export import export
+from calm_jax.interop.exported import export
 from tests.interop.conversions import random_workdir
 from tests.test_readme import README
 from tests.workdirs import ROOT

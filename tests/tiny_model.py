@@ -86,10 +86,11 @@ _DRIVER = """
 import functools, json, sys
 from absl import flags
 from calm_jax import generate
+from calm_jax.run.generator import Generator
 from tests.captured import captured
 
 # Loading a model again would compile it again.
-generate.Generator.load = functools.cache(generate.Generator.load)
+Generator.load = functools.cache(Generator.load)
 results = []
 for args in json.load(sys.stdin):
     flags.FLAGS.unparse_flags()

@@ -13,27 +13,8 @@ from tests import forked
 from tests.forked import ROOT
 
 WORDS = [
-    "def",
-    "class",
-    "return",
-    "import",
-    "self",
-    "value",
-    "name",
-    "for",
-    "in",
-    "if",
-    "not",
-    "None",
-    "True",
-    "x",
-    "y",
-    "(",
-    ")",
-    ":",
-    "=",
-    ".",
-    "\n",
+    *("def", "class", "return", "import", "self", "value", "name", "for", "in", "if", "not"),
+    *("None", "True", "x", "y", "(", ")", ":", "=", ".", "\n"),
 ]
 STAGES = ("autoencoder", "lm")
 

@@ -28,8 +28,9 @@ from calm_jax.data.files import find_files
 from calm_jax.data.shards import PreparedText
 from calm_jax.errors import UserError
 from calm_jax.evaluation.samples import Scorer, read_references, read_samples
-from calm_jax.interop import conversion, verify
+from calm_jax.interop import conversion
 from calm_jax.interop.model_card import model_card
+from calm_jax.interop.parity.comparison import verify
 from calm_jax.interop.source import find_tokenizer
 from calm_jax.interop.weights import Weights
 from calm_jax.run import preflight, web_report
@@ -486,7 +487,7 @@ def _golden(folder: pathlib.Path) -> None:
 
 
 def _read_golden(folder: pathlib.Path) -> Any:
-    rows, unknown = verify.verify(folder)
+    rows, unknown = verify(folder)
     failed = [row for row in rows if not row.passed]
     if failed:
         for row in failed:

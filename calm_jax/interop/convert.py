@@ -9,27 +9,15 @@ evaluated, generated from and trained further; its recipe is the published recip
 given keys. DIR gets its name only when it is complete.
 """
 
-import dataclasses
-import pathlib
 import time
 
-import jax
-import numpy as np
 from absl import app, flags
 from ml_collections import config_flags
 
 from calm_jax.cli.command import command
-from calm_jax.cli.files import atomic_folder, local_path, refuse_existing
+from calm_jax.cli.files import local_path, refuse_existing
 from calm_jax.cli.flags import parse_config_flags
-from calm_jax.cli.progress import Countdown
-from calm_jax.config import as_dict
 from calm_jax.errors import UserError
-from calm_jax.interop.conversion import Plan, make_plan
-from calm_jax.interop.pretrained import read_stages
-from calm_jax.interop.source import find_tokenizer, folder_of
-from calm_jax.parallel.mesh import MeshConfig, make_mesh
-from calm_jax.run.workdir import Workdir
-from calm_jax.training.checkpoint import save_params
 from configs import ar_m, common
 
 _SOURCE = flags.DEFINE_string(
@@ -55,64 +43,6 @@ _DRY_RUN = flags.DEFINE_bool(
 )
 
 
-def convert(plan: Plan, path: pathlib.Path) -> None:
-    """Writes the workdir of a plan.
-
-    Raises:
-      UserError: if weights are damaged or `path` cannot be written; nothing is left at `path` then.
-    """
-    mesh = make_mesh(plan.config.mesh)
-    # The conversion's mesh is not stored in the workdir, which may be used on other devices.
-    config = dataclasses.replace(plan.config, mesh=MeshConfig(data=-1, fsdp=1, tensor=1))
-    about = {"config": as_dict(config), "tokenizer": plan.tokenizer.fingerprint}
-    with (
-        atomic_folder(path, "--workdir") as unfinished,
-        jax.set_mesh(mesh),
-        Countdown("converting", plan.num_parameters, "parameters") as countdown,
-    ):
-        workdir = Workdir(unfinished)
-        for stage, params in read_stages(plan, mesh, countdown.add):
-            save_params(workdir.checkpoints(stage), params, about)
-            del params
-        origin = {"architecture": plan.architecture, "left_over": plan.left_over}
-        workdir.create_converted(config, plan.tokenizer, origin)
-
-
-def print_plan(plan: Plan) -> None:
-    """Prints the table of parameters and the published tensors that they are made of."""
-    table = [("parameter", "published tensor", "shape", "from", "MiB")]
-    for part in plan.parts:
-        for row in part.rows:
-            shape = part.shape(row)
-            size = 4 * int(np.prod(shape))
-            dtypes = {str(part.weights.tensors[name].dtype) for name in row.published_names()}
-            table.append(
-                (
-                    f"{part.stage}/{row.parameter}",
-                    row.published,
-                    " x ".join(map(str, shape)),
-                    ", ".join(sorted(dtypes)),
-                    f"{size / 2**20:,.2f}",
-                )
-            )
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells in table:
-        # Not rich's table, which fits the terminal's width and would cut names.
-        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        print(line.rstrip())
-    size = 4 * plan.num_parameters
-    print(f"{plan.num_parameters:,} parameters, {size / 2**20:,.1f} MiB as float32")
-
-
-def _print_notes(plan: Plan) -> None:
-    for note in plan.notes:
-        print(f"note: {note}")
-    if plan.copies:
-        print(f"tensors that are copies of others: {len(plan.copies)}")
-    for name in plan.left_over:
-        print(f"left over, not used: {name!r}")
-
-
 @command
 def main(argv: list[str]) -> None:
     if not _SOURCE.value:
@@ -124,6 +54,11 @@ def main(argv: list[str]) -> None:
         refuse_existing(path)
     if _AUTOENCODER_REVISION.value and not _AUTOENCODER.value:
         raise UserError("--autoencoder_revision needs --autoencoder=owner/name")
+    # Only here: --help and bad flags do not wait for JAX.
+    from calm_jax.interop.conversion import make_plan
+    from calm_jax.interop.converted import convert, print_notes, print_plan
+    from calm_jax.interop.source import find_tokenizer, folder_of
+
     folder = folder_of(_SOURCE.value, "--source", _REVISION.value)
     autoencoder = (
         folder_of(_AUTOENCODER.value, "--autoencoder", _AUTOENCODER_REVISION.value)
@@ -141,10 +76,10 @@ def main(argv: list[str]) -> None:
     )
     if _DRY_RUN.value:
         print_plan(plan)
-        _print_notes(plan)
+        print_notes(plan)
         return
     convert(plan, path)
-    _print_notes(plan)
+    print_notes(plan)
     seconds = time.monotonic() - began
     print(f"{path} is ready: {plan.num_parameters:,} parameters in {seconds:.1f} s")
 

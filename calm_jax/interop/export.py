@@ -7,29 +7,12 @@ autoencoder, which is also written to OUT/autoencoder: the published code loads 
 as seen from where that code will run. OUT gets its name only when it is complete.
 """
 
-import json
-import pathlib
 import time
-from typing import Any
 
-import flax.traverse_util
-import jax
-import numpy as np
 from absl import app, flags
 
-from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.cli.command import command
-from calm_jax.cli.files import atomic_folder
 from calm_jax.cli.flags import given_folder, parse_flags
-from calm_jax.data.tokenizers import ByteTokenizer, Llama3Tokenizer, Tokenizer
-from calm_jax.errors import UserError
-from calm_jax.interop import names, published
-from calm_jax.interop.model_card import model_card
-from calm_jax.models.heads.softmax import SoftmaxHeadConfig
-from calm_jax.parallel.mesh import MeshConfig, make_mesh
-from calm_jax.run.workdir import Workdir
-from calm_jax.tasks import AutoencoderTask, LmTask
-from calm_jax.training import checkpoint
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained run")
 _TARGET = flags.DEFINE_string("target", "", "folder to make")
@@ -38,109 +21,22 @@ _AE_PATH = flags.DEFINE_string(
     "",
     "folder where the published code will find the autoencoder; TARGET/autoencoder unless given",
 )
-_AUTOENCODER_FOLDER = "autoencoder"
-
-
-def _tensors(
-    rows: list[names.Row], workdir: Workdir, stage: str, task: AutoencoderTask | LmTask
-) -> dict[str, np.ndarray]:
-    """A stage's published tensors, by name. Each parameter is released once its tensors are copied."""
-    mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1), jax.devices()[:1])
-    flat = flax.traverse_util.flatten_dict(workdir.load_params(stage, task, mesh), sep="/")
-    tensors = {}
-    for row in rows:
-        for name, tensor in names.write_parameter(row, np.asarray(flat.pop(row.parameter))):
-            tensors[name] = np.ascontiguousarray(tensor)
-    return tensors
-
-
-def _write(folder: pathlib.Path, values: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    """Writes config.json and model.safetensors."""
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise UserError("writing needs safetensors: pip install 'calm_jax[interop]'") from error
-    try:
-        # Hugging Face's loader requires this metadata.
-        safetensors.numpy.save_file(
-            names.with_aliases(tensors), folder / "model.safetensors", metadata={"format": "pt"}
-        )
-    except safetensors.SafetensorError as error:
-        raise UserError(f"{folder}/model.safetensors cannot be written ({error})") from error
-    text = json.dumps(values, indent=2, sort_keys=True) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
-
-
-def _write_tokenizer(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
-    if isinstance(tokenizer, ByteTokenizer):
-        print("note: the byte tokenizer has no file; convert takes it as --tokenizer=bytes")
-        return
-    is_json = isinstance(tokenizer, Llama3Tokenizer) and tokenizer.model.lstrip()[:1] == b"{"
-    name = "tokenizer.json" if is_json else "tokenizer.model"
-    (folder / name).write_bytes(tokenizer.model)
-
-
-def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
-    """Writes the model of a workdir: the language model if it is trained, else the autoencoder.
-
-    Args:
-      workdir: of the trained model.
-      target: folder to make.
-      ae_path: folder of the autoencoder, as seen from where the published code will run.
-
-    Returns:
-      The number of parameters, including those of the autoencoder.
-
-    Raises:
-      UserError: if no stage is trained, the published code hard-codes another value for a key of the recipe (this is
-        checked before any parameter is read), `target` exists, or writing fails.
-    """
-    config, tokenizer = workdir.config, workdir.tokenizer
-    has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
-    if not has_lm and checkpoint.latest_step(workdir.checkpoints("autoencoder")) is None:
-        raise UserError(f"{workdir.path} holds no trained model: train first")
-    values = (
-        published.lm_values(config, tokenizer, ae_path)
-        if has_lm
-        else published.autoencoder_values(config, tokenizer)
-    )
-    written: dict[str, np.ndarray] = {}
-    with atomic_folder(target, "--target") as folder:
-        if config.has_autoencoder:
-            autoencoder = make_autoencoder_task(config, tokenizer)
-            rows = names.autoencoder_rows(config.autoencoder.model)
-            tensors = _tensors(rows, workdir, "autoencoder", autoencoder)
-            own = folder / _AUTOENCODER_FOLDER if has_lm else folder
-            own.mkdir(exist_ok=True)
-            _write(own, published.autoencoder_values(config, tokenizer), tensors)
-            _write_tokenizer(own, tokenizer)
-            written = {
-                f"{names.AUTOENCODER_PREFIX}{name}": tensor for name, tensor in tensors.items()
-            }
-        if has_lm:
-            lm = make_lm_task(config, tokenizer, config.eval.published)
-            rows = (
-                names.autoregressive_rows(config.lm.model, tied=False)
-                if isinstance(config.lm.head, SoftmaxHeadConfig)
-                else names.calm_rows(config.lm.model, config.lm.head)
-            )
-            written |= _tensors(rows, workdir, "lm", lm)
-            _write(folder, values, written)
-            _write_tokenizer(folder, tokenizer)
-        num_parameters = sum(tensor.size for tensor in written.values())
-        card = model_card(workdir, has_lm, num_parameters, target.name)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-    return num_parameters
 
 
 @command
 def main(argv: list[str]) -> None:
-    workdir = Workdir(given_folder(_WORKDIR, "the folder of a trained run"))
+    folder = given_folder(_WORKDIR, "the folder of a trained run")
     target = given_folder(_TARGET, "the folder to make")
-    ae_path = _AE_PATH.value or str(target / _AUTOENCODER_FOLDER)
+    # Only here: --help and bad flags do not wait for JAX.
+    from calm_jax.interop.exported import AUTOENCODER_FOLDER, export
+    from calm_jax.interop.published import not_carried_over
+    from calm_jax.run.workdir import Workdir
+
+    workdir = Workdir(folder)
+    ae_path = _AE_PATH.value or str(target / AUTOENCODER_FOLDER)
     began = time.monotonic()
     num_parameters = export(workdir, target, ae_path)
-    for note in published.not_carried_over(workdir.config):
+    for note in not_carried_over(workdir.config):
         print(f"note: {note}")
     print(f"{target} is ready: {num_parameters:,} parameters in {time.monotonic() - began:.1f} s")
 

@@ -7,159 +7,17 @@ published format (tests/golden/README.md). A case that cannot be read, or lacks 
 status: 0 if all quantities agree, 1 if some do not, 2 if there is no such folder or nothing in it.
 """
 
-import dataclasses
 import pathlib
-import re
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator
 
-import jax
-import numpy as np
-import rich.table
 from absl import app, flags
-from jax.typing import ArrayLike
 
-from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.flags import parse_flags_and_arguments
 from calm_jax.errors import UserError
-from calm_jax.interop.parity import cases
-from calm_jax.interop.parity.recorded import Arrays, Comparisons, Missing, MissingArray
 
 _VERBOSE = flags.DEFINE_bool(
     "verbose", False, "show every array, not only the worst gradient of each case"
 )
-# Of float32 results; relative to the largest value of each quantity, also for gradients.
-TOLERANCE = 1e-4
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One compared quantity.
-
-    Attributes:
-      case: name of the npz file.
-      quantity: name of the quantity.
-      absolute: largest absolute error of its elements.
-      relative: absolute error divided by the largest absolute value of the published array.
-    """
-
-    case: str
-    quantity: str
-    absolute: float
-    relative: float
-
-    @property
-    def passed(self) -> bool:
-        return self.relative <= TOLERANCE  # False for NaN.
-
-
-def compare(case: str, quantity: str, ours: ArrayLike, published: ArrayLike) -> Row:
-    """Compares one quantity. The error is infinite if shapes differ, or if integers or booleans (tokens) differ."""
-    ours, published = np.asarray(ours), np.asarray(published)
-    if ours.shape != published.shape:
-        return Row(case, quantity, np.inf, np.inf)
-    if not ours.size:
-        return Row(case, quantity, 0.0, 0.0)
-    absolute = float(np.abs(ours.astype(np.float64) - published.astype(np.float64)).max())
-    if published.dtype.kind in "iub":
-        return Row(case, quantity, absolute, np.inf if absolute else 0.0)
-    if absolute == 0:
-        return Row(case, quantity, 0.0, 0.0)
-    # If the published array is all zeros, only zeros agree with it.
-    scale = float(np.abs(published).max())
-    return Row(case, quantity, absolute, absolute / scale if scale else np.inf)
-
-
-def _cases(folder: pathlib.Path) -> Iterator[tuple[str, Callable[..., Comparisons] | None]]:
-    """The name of each case of a folder, and the function that compares it; None for an unknown case."""
-    files = sorted(folder.glob("*.npz"))
-    if not files:
-        raise UserError(f"{folder} holds no golden case (*.npz)")
-    for file in files:
-        known = [run for pattern, run in cases.CASES.items() if re.fullmatch(pattern, file.stem)]
-        yield file.stem, known[0] if known else None
-
-
-def _compared(folder: pathlib.Path, case: str, run: Callable[..., Comparisons]) -> Iterator[Row]:
-    """A row for each quantity of a case, and a failed one for each thing that keeps quantities from being compared."""
-    file = folder / f"{case}.npz"
-    try:
-        with np.load(file) as golden:
-            arrays = Arrays({name: golden[name] for name in golden.files})
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        yield _failed(case, f"{file} cannot be read ({error})")
-        return
-    try:
-        for quantity, ours, published in run(folder / case, arrays):
-            if isinstance(published, Missing):
-                yield _failed(case, f"{quantity}: {file} has no array {published.name!r}")
-            else:
-                yield compare(case, quantity, ours, published)
-    except MissingArray as error:
-        yield _failed(case, f"what follows needs the array {str(error)!r}, which {file} lacks")
-    except UserError as error:
-        yield _failed(case, str(error))
-    except Exception as error:
-        # An array of another shape or type may end a computation anywhere.
-        yield _failed(case, f"what follows cannot be computed ({type(error).__name__}: {error})")
-
-
-def _failed(case: str, reason: str) -> Row:
-    return Row(case, reason, np.inf, np.inf)
-
-
-def verify(folder: pathlib.Path) -> tuple[list[Row], list[str]]:
-    """Compares every case of a folder.
-
-    Returns:
-      One row for each quantity, and the names of the cases that this version does not know. What cannot be compared, as a
-      file is damaged or lacks something, is a failed row that says so.
-
-    Raises:
-      UserError: if there are no cases.
-    """
-    rows: list[Row] = []
-    unknown = []
-    with jax.default_matmul_precision("highest"):
-        for case, run in _cases(folder):
-            if run is None:
-                unknown.append(case)
-            else:
-                rows += _compared(folder, case, run)
-    return rows, unknown
-
-
-def _worst_of_kind(rows: list[Row]) -> list[Row]:
-    """The rows, but of each case's gradients only the one with the largest relative error."""
-    kept: dict[tuple[str, str], Row] = {}
-    for row in rows:
-        kind = re.sub(r"^gradient .*", "gradients", row.quantity)
-        key = (row.case, kind)
-        # NaN counts as larger than any other error.
-        known = kept[key].relative if key in kept else -np.inf
-        if not np.isnan(known) and not row.relative <= known:
-            kept[key] = dataclasses.replace(row, quantity=kind)
-    return list(kept.values())
-
-
-def print_table(rows: list[Row], unknown: list[str]) -> None:
-    """Prints the rows and the names of unknown cases."""
-    table = rich.table.Table()
-    table.add_column("case", no_wrap=True)
-    table.add_column("quantity", overflow="fold")
-    table.add_column("absolute", justify="right")
-    table.add_column("relative", justify="right")
-    table.add_column("")
-    for row in rows:
-        verdict = "pass" if row.passed else "FAIL"
-        table.add_row(row.case, row.quantity, f"{row.absolute:.1e}", f"{row.relative:.1e}", verdict)
-
-    console = progress.console()
-    console.print(table)
-    if unknown:
-        console.print(f"unknown cases, not compared: {', '.join(unknown)}")
 
 
 @command
@@ -169,8 +27,11 @@ def main(argv: list[str]) -> int:
     folder = pathlib.Path(argv[1])
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder")
+    # Only here: --help and bad flags do not wait for JAX.
+    from calm_jax.interop.parity.comparison import TOLERANCE, print_table, verify, worst_of_kind
+
     rows, unknown = verify(folder)
-    print_table(rows if _VERBOSE.value else _worst_of_kind(rows), unknown)
+    print_table(rows if _VERBOSE.value else worst_of_kind(rows), unknown)
     failed = sum(not row.passed for row in rows)
     print(f"{len(rows) - failed} of {len(rows)} quantities agree to {TOLERANCE:g} relative")
     return 1 if failed else 0

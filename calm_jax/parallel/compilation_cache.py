@@ -5,8 +5,6 @@ import os
 import pathlib
 import platform
 
-import jax
-
 # Programs that took less to compile are compiled again.
 _LEAST_SECONDS = 0.2
 
@@ -16,6 +14,8 @@ def keep_compiled_programs() -> None:
 
     JAX_COMPILATION_CACHE_DIR=DIR puts it elsewhere; JAX_ENABLE_COMPILATION_CACHE=false turns it off.
     """
+    import jax
+
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder()))

@@ -1,4 +1,7 @@
-"""The start of a run of several processes: finding out that there are several, and starting JAX's distributed runtime."""
+"""The start of a run of several processes: finding out that there are several, and starting JAX's distributed runtime.
+
+JAX is imported inside functions, so that --help and bad flags need not wait for it.
+"""
 
 import functools
 import os
@@ -7,14 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-import jax
 from absl import flags
 
 from calm_jax.cli.command import command
 from calm_jax.cli.signals import EXIT_INTERRUPTED
 from calm_jax.errors import Interrupted, UserError
-from calm_jax.parallel import multihost
-from calm_jax.parallel.signals import EndTogetherOnSignal
 
 # When a process has been silent for so many seconds, the others end.
 HEARTBEAT_SECONDS = 60
@@ -160,6 +160,10 @@ def _initialize(
     process_id: int | None = None,
     local_device: int | None = None,
 ) -> None:
+    import jax
+
+    from calm_jax.parallel import multihost
+
     where = f"of {num_processes} at {coordinator}" if coordinator else "as the environment says"
     who = "" if process_id is None else f" {process_id}"
     # If a process does not connect in time, JAX ends the others with a long message, which this line explains beforehand.
@@ -195,6 +199,9 @@ def multihost_command(
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int | None:
+        from calm_jax.parallel import multihost
+        from calm_jax.parallel.signals import EndTogetherOnSignal
+
         try:
             with EndTogetherOnSignal(), multihost.exit_on_failure():
                 return main(argv)

@@ -17,26 +17,12 @@ from calm_jax.planning.hlo import (
 )
 
 # Operations that move nothing: names for arrays that exist, and ends of asynchronous operations, counted at their start.
-_FREE = frozenset(
-    (
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "after-all",
-        "opt-barrier",
-        "partition-id",
-        "replica-id",
-        # The computations that these run are counted.
-        "while",
-        "conditional",
-        "call",
-        "async-start",
-        "async-update",
-        "async-done",
-    )
-)
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"),
+    *("partition-id", "replica-id", "async-update", "async-done"),
+    # The computations that these run are counted.
+    *("while", "conditional", "call", "async-start"),
+}
 _SLICES = ("dynamic-slice", "slice", "gather")
 # In a fusion, these give an array of the same elements without storing it.
 _VIEWS = ("bitcast", "reshape", "transpose", "copy", "convert")

@@ -81,7 +81,7 @@ class Dataset:
     """
 
     def __init__(self, config: Config, corpus: Corpus, tokenizer: Tokenizer):
-        self._config, self._corpus, self._tokenizer = config, corpus, tokenizer
+        self._config, self._tokenizer = config, tokenizer
         for prepared in corpus.prepared:
             _check_tokenizer(prepared, tokenizer)
         self._validation = self._tokenize(corpus.validation)

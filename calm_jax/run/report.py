@@ -231,9 +231,9 @@ def draw_plane(plane: Mapping[str, Any], path: pathlib.Path) -> None:
     axes.set_ylabel("accuracy: a sample equals the true text (%)")
     axes.legend(title="sampler")
     axes.grid(alpha=0.3)
-    beside = path.with_suffix(".tmp.png")
+    beside = path.with_name(f"{path.name}.tmp")
     try:
-        figure.savefig(beside, dpi=150)
+        figure.savefig(beside, dpi=150, format="png")
         beside.replace(path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -1,9 +1,8 @@
-"""A page that compares the runs of several workdirs over steps, tokens, FLOPs and seconds."""
+"""A page that compares runs, or several seeds of each, over steps, tokens, FLOPs and seconds."""
 
 import dataclasses
-import functools
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from calm_jax.cli import progress
 from calm_jax.cost import flops
 from calm_jax.run import report
 from calm_jax.run.charts import Series, chart, short
-from calm_jax.run.run_files import STAGES, RunFiles
+from calm_jax.run.run_files import STAGES, RunFiles, as_float
 from calm_jax.run.web_page import charts, html_page, note, section, table
 from calm_jax.run.workdir import Workdir
 
@@ -61,12 +60,57 @@ _COMPARED = (
 )
 
 
-def comparison(workdirs: Sequence[Workdir]) -> str:
-    """A page that compares runs over steps, tokens, FLOPs and seconds. Raises `UserError` if a folder is no workdir."""
-    runs = [RunFiles(workdir) for workdir in workdirs]
-    names = [run.name for run in runs]
+@dataclasses.dataclass(frozen=True)
+class _Arm:
+    """Runs that differ in their seed alone."""
+
+    name: str
+    runs: Sequence[RunFiles]
+
+    @property
+    def stage(self) -> str:
+        """The one that its line of the table is about."""
+        return "autoencoder" if self.runs[0].stages() == ["autoencoder"] else "lm"
+
+    def line(self, stage: str, split: str, metric: str, axis: _Axis) -> list[tuple[float, ...]]:
+        """`RunFiles.points`; of several runs, the means with their standard errors over the seeds."""
+        lines = [
+            {
+                step: (axis.of(run, stage, int(step)), value, error)
+                for step, value, error in run.points(stage, split, metric)
+            }
+            for run in self.runs
+        ]
+        means: list[tuple[float, ...]] = []
+        for step in sorted(set().union(*lines)):
+            places, values, errors = zip(
+                *(line[step] for line in lines if step in line), strict=True
+            )
+            mean, error = _mean(values) if len(values) > 1 else (values[0], errors[0])
+            means.append((float(np.mean(places)), mean, error))
+        return means
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of several values, and its standard error."""
+    return float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values)))
+
+
+def by_name(workdirs: Sequence[Workdir]) -> dict[str, list[Workdir]]:
+    """Each run by itself, by the name of its folder, or by its path where names are equal."""
+    names = [workdir.path.resolve().name for workdir in workdirs]
     if len(set(names)) < len(names):
-        names = [str(run.workdir.path) for run in runs]
+        names = [str(workdir.path) for workdir in workdirs]
+    return {name: [workdir] for name, workdir in zip(names, workdirs, strict=True)}
+
+
+def comparison(workdirs: Mapping[str, Sequence[Workdir]]) -> str:
+    """A page that compares runs over steps, tokens, FLOPs and seconds. Raises `UserError` if a folder is no workdir.
+
+    workdirs: by name, one run or several that differ in their seed alone. Several are one line of each chart: their mean, with
+        the standard error over the seeds.
+    """
+    arms = _arms(workdirs)
     parts = []
     for stage, title in reversed(STAGES.items()):
         rows = [
@@ -78,7 +122,12 @@ def comparison(workdirs: Sequence[Workdir]) -> str:
                     [
                         chart(
                             f"over {axis.label}",
-                            _lines(runs, names, stage, split, metric, axis),
+                            [
+                                Series(
+                                    arm.name, arm.line(stage, split, metric, axis), colour=number
+                                )
+                                for number, arm in enumerate(arms)
+                            ],
                             axis.label,
                         )
                         for axis in _AXES
@@ -91,10 +140,11 @@ def comparison(workdirs: Sequence[Workdir]) -> str:
         "runs compared",
         [
             "<h1>Runs compared</h1>",
-            table([*_summary(runs, names)], _SUMMARY),
+            table([_row(arm) for arm in arms], SUMMARY),
             *(
-                note(f"{name}: {text}")
-                for run, name in zip(runs, names, strict=True)
+                note(f"{arm.name}: {text}")
+                for arm in arms
+                for run in arm.runs
                 for text in run.left_out
             ),
             *parts,
@@ -102,47 +152,65 @@ def comparison(workdirs: Sequence[Workdir]) -> str:
     )
 
 
-def _lines(
-    runs: Sequence[RunFiles], names: Sequence[str], stage: str, split: str, metric: str, axis: _Axis
-) -> list[Series]:
-    return [
-        Series(
-            name,
-            run.points(stage, split, metric, functools.partial(axis.of, run, stage)),
-            colour=number,
-        )
-        for number, (run, name) in enumerate(zip(runs, names, strict=True))
-    ]
-
-
-_SUMMARY = (
+SUMMARY = (
     "run",
+    "seeds",
     "K",
     "head",
     "steps",
     "tokens",
     "FLOPs",
     "training",
+    "tokens right",
     "BrierLM",
     "floor",
     "equal context",
 )
 
 
-def _summary(runs: Sequence[RunFiles], names: Sequence[str]) -> list[Sequence[str]]:
-    rows: list[Sequence[str]] = []
-    for run, name in zip(runs, names, strict=True):
-        latest = run.latest()
-        step = max((record["step"] for record in run.of("lm", "train")), default=0)
-        scores = [
-            report.brier_columns(latest[key])[0] if key in latest else ""
-            for key in ("lm", "floor", "equal_context")
-        ]
-        measured = [
-            short(step),
-            short(_tokens(run, "lm", step)),
-            short(_flops(run, "lm", step)),
-            progress.duration(_seconds(run, "lm", step)),
-        ]
-        rows.append((name, str(run.config.chunk_size), run.config.lm.head.name, *measured, *scores))
-    return rows
+def summary(workdirs: Mapping[str, Sequence[Workdir]]) -> list[Sequence[str]]:
+    """The rows of the table of `comparison`, under `SUMMARY`: means over seeds with their standard errors.
+
+    Of one run, the standard error of BrierLM is that of the evaluation. FLOPs and seconds are those of the stage that the row is about.
+    """
+    return [_row(arm) for arm in _arms(workdirs)]
+
+
+def _arms(workdirs: Mapping[str, Sequence[Workdir]]) -> list[_Arm]:
+    return [_Arm(name, list(map(RunFiles, several))) for name, several in workdirs.items()]
+
+
+def _row(arm: _Arm) -> Sequence[str]:
+    stage, config = arm.stage, arm.runs[0].config
+    steps = [max((one["step"] for one in run.of(stage, "train")), default=0) for run in arm.runs]
+    measured = [
+        float(
+            np.mean([axis.of(run, stage, step) for run, step in zip(arm.runs, steps, strict=True)])
+        )
+        for axis in _AXES
+    ]
+    latest = [run.latest() for run in arm.runs]
+
+    def score(key: str) -> str:
+        found = [results[key] for results in latest if key in results]
+        # The floor is that of the text, and has no seed.
+        if len(found) < 2 or key == "floor":
+            return report.brier_columns(found[0])[0] if found else ""
+        mean, error = _mean([as_float(one["brierlm"]) for one in found])
+        return f"{mean:.2f} ± {error:.2f}"
+
+    right = [
+        as_float(one["autoencoder"]["token_accuracy_from_sample"])
+        for one in latest
+        if "autoencoder" in one
+    ]
+    return (
+        arm.name,
+        str(len(arm.runs)),
+        str(config.chunk_size),
+        config.lm.head.name if stage == "lm" else stage,
+        *map(short, measured[:3]),
+        progress.duration(measured[3]),
+        f"{np.mean(right):.2%}" if right else "",
+        *map(score, ("lm", "floor", "equal_context")),
+    )

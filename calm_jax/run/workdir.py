@@ -43,40 +43,12 @@ from calm_jax.training import checkpoint
 
 # Only a workdir of converted parameters has this file.
 _ORIGIN = "converted.json"
-# All that a run writes: --overwrite refuses to delete a folder with anything else in it.
+# All that a run writes, at first under these names with ".tmp": --overwrite refuses to delete a folder with anything else in it.
 _OWN_FILES = {
-    "autoencoder",
-    "autoencoder.tmp",
-    "config.json",
-    "config.json.tmp",
-    _ORIGIN,
-    "corpus.json",
-    "corpus.json.tmp",
-    "evaluations.jsonl",
-    "init_autoencoder",
-    "init_autoencoder.tmp",
-    "init_lm",
-    "init_lm.tmp",
-    "lm",
-    "memory.json",
-    "memory.json.tmp",
-    LOCK,
-    "metrics.jsonl",
-    "metrics.jsonl.tmp",
-    "plane.png",
-    "plane.tmp.png",
-    PROBE_FILE,
-    "profile",
-    "results.json",
-    "results.json.tmp",
-    "report.html",
-    "report.html.tmp",
-    "samples.jsonl",
-    "samples.jsonl.tmp",
-    "samples.txt",
-    "samples.txt.tmp",
-    "tensorboard",
-    "tokenizer",
+    *("autoencoder", "lm", "init_autoencoder", "init_lm", "tokenizer", "tensorboard", "profile"),
+    *("config.json", "corpus.json", _ORIGIN, "memory.json", "results.json", "metrics.jsonl"),
+    *("evaluations.jsonl", "samples.jsonl", "samples.txt", "report.html", "plane.png"),
+    *(LOCK, PROBE_FILE),
 }
 
 
@@ -284,7 +256,8 @@ class Workdir:
         if not self.exists:
             return
         _ = self.config  # Raises `UserError` for the config.json of another program.
-        foreign = sorted({entry.name for entry in self.path.iterdir()} - _OWN_FILES)
+        names = sorted(entry.name for entry in self.path.iterdir())
+        foreign = [name for name in names if name.removesuffix(".tmp") not in _OWN_FILES]
         if foreign:
             raise UserError(
                 f"--overwrite would delete {self.path / foreign[0]}, which is no file of a run: move it away first"

@@ -6,10 +6,12 @@ Options that a request does not name are those of the model's config, section `s
 the requests that it is answering; a second signal ends it at once. There is no password: whoever reaches the port can use the model.
 """
 
+from __future__ import annotations
+
 import math
 import pathlib
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import app as absl_app
 from absl import flags
@@ -19,8 +21,10 @@ from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
 from calm_jax.parallel.host_memory import keep_freed_memory
-from calm_jax.run.generator import Generator
-from calm_jax.serve.request import Limits
+
+if TYPE_CHECKING:
+    from calm_jax.run.generator import Generator
+    from calm_jax.serve.request import Limits
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")
 _COMPARE = flags.DEFINE_string(
@@ -52,6 +56,8 @@ _MORE_CONNECTIONS = 256
 
 
 def _limits(generator: Generator) -> Limits:
+    from calm_jax.serve.request import Limits
+
     given: dict[str, Any] = {flag.name.removeprefix("limit_"): flag.value for flag in _LIMITS}
     context = generator.max_chunks * generator.task.chunk_size
     for name in ("prompt_tokens", "max_tokens"):
@@ -88,6 +94,9 @@ def main(argv: list[str]) -> None:
     if _BATCH_SIZE.value < 0:
         raise UserError(f"--batch_size={_BATCH_SIZE.value} must be at least 0")
     names = _names()
+    # Only here: --help and bad flags do not wait for JAX.
+    from calm_jax.run.generator import Generator
+
     try:
         from calm_jax.serve.app import LOOPBACK_NAMES, Served, make_app
         from calm_jax.serve.listen import listen

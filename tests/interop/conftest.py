@@ -3,10 +3,11 @@
 import pytest
 
 from calm_jax.interop.conversion import make_plan
+from calm_jax.interop.converted import convert
 from calm_jax.interop.source import find_tokenizer
 from calm_jax.run.workdir import Workdir
 from configs import ar_m, common
-from tests.interop.conversions import SPECIAL, convert, sentencepiece_model
+from tests.interop.conversions import SPECIAL, sentencepiece_model
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +36,7 @@ def converted(plan_of, tmp_path):
     """Converts a checkpoint and returns the workdir; arguments as for `plan_of`."""
 
     def make(source, *arguments, name="converted", **options):
-        convert.convert(plan_of(source, *arguments, **options), tmp_path / name)
+        convert(plan_of(source, *arguments, **options), tmp_path / name)
         return Workdir(tmp_path / name)
 
     return make

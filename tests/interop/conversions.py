@@ -1,6 +1,5 @@
-"""Conversions and exports for tests: the commands' modules, and the parameters of the workdirs that they write and read."""
+"""Conversions and exports for tests: the parameters of the workdirs that they write and read."""
 
-import importlib
 import io
 
 import flax.traverse_util
@@ -8,7 +7,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import sentencepiece
-from absl import flags
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.config import resolve
@@ -19,27 +17,6 @@ from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.run.workdir import Workdir
 from tests import tiny_recipe
 from tests.tiny_model import random_params
-
-
-def command_module(name):
-    """Imports a command's module and removes its flags, whose names other commands in this process define, too."""
-    taken = {flag: flags.FLAGS[flag] for flag in ("config", "workdir") if flag in flags.FLAGS}
-    for flag in taken:
-        delattr(flags.FLAGS, flag)
-    before = set(flags.FLAGS)
-    module = importlib.import_module(name)
-    for flag in set(flags.FLAGS) - before:
-        delattr(flags.FLAGS, flag)
-    for flag, value in taken.items():
-        flags.FLAGS[flag] = value
-    return module
-
-
-convert = command_module("calm_jax.interop.convert")
-
-
-export = command_module("calm_jax.interop.export")
-
 
 # The special ids of the golden checkpoints.
 SPECIAL = {"bos_id": 94, "eos_id": 95, "pad_id": 96}

@@ -157,7 +157,7 @@ def test_a_converted_model_can_generate_be_evaluated_and_fine_tuned(text_glob, t
 # with that of the parent process.
 _MEMORY = """
 import pathlib, re, sys
-from calm_jax.interop import convert
+from calm_jax.interop.converted import convert
 from calm_jax.interop.conversion import make_plan
 from calm_jax.interop.source import find_tokenizer
 from configs import ar_m, common
@@ -166,7 +166,7 @@ for source in sys.argv[1:]:
     source = pathlib.Path(source)
     tokenizer, config = find_tokenizer("bytes", source)
     plan = make_plan(source, None, tokenizer, config, {False: ar_m.get_config()}, {})
-    convert.convert(plan, source.with_name(source.name + "-converted"))
+    convert(plan, source.with_name(source.name + "-converted"))
     status = pathlib.Path("/proc/self/status").read_text()
     print(int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) / 2**10)
 """

@@ -9,8 +9,10 @@ import pytest
 from calm_jax.cli.files import refuse_existing
 from calm_jax.errors import Interrupted
 from calm_jax.interop import names
+from calm_jax.interop.converted import convert
+from calm_jax.interop.exported import export
 from tests.interop.checkpoints import changed, listing, refusal
-from tests.interop.conversions import convert, export, params
+from tests.interop.conversions import params
 
 
 def test_an_existing_folder_or_file_is_refused_and_unchanged(golden, converted, tmp_path):
@@ -62,7 +64,7 @@ def test_a_full_disk_leaves_nothing(golden, plan_of, monkeypatch, tmp_path):
     ):
         with monkeypatch.context() as patched:
             patched.setattr(f"{place}.{name}", full)
-            line = refusal(convert.convert, plan, tmp_path / "target")
+            line = refusal(convert, plan, tmp_path / "target")
         assert os.strerror(errno.ENOSPC) in line, name
         assert listing(tmp_path) == [], name
 
@@ -82,7 +84,7 @@ def test_an_interrupted_conversion_leaves_nothing(
 
     monkeypatch.setattr(names, "read_parameter", interrupted)
     with pytest.raises(kind):
-        convert.convert(plan, tmp_path / "target")
+        convert(plan, tmp_path / "target")
     assert listing(tmp_path) == []
 
 
@@ -99,14 +101,14 @@ def test_an_export_that_fails_leaves_nothing(golden, converted, monkeypatch, tmp
     for place, name in (("safetensors.numpy", "save_file"), ("pathlib.Path", "write_bytes")):
         with monkeypatch.context() as patched:
             patched.setattr(f"{place}.{name}", full)
-            line = refusal(export.export, workdir, tmp_path / "out", "x")
+            line = refusal(export, workdir, tmp_path / "out", "x")
         assert os.strerror(errno.ENOSPC) in line and listing(tmp_path) == before
     with monkeypatch.context() as patched:
         patched.setattr("pathlib.Path.write_text", interrupted)
         with pytest.raises(Interrupted):
-            export.export(workdir, tmp_path / "out", "x")
+            export(workdir, tmp_path / "out", "x")
     assert listing(tmp_path) == before
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("text")
-    assert str(tmp_path / "out") in refusal(export.export, workdir, tmp_path / "out", "x")
+    assert str(tmp_path / "out") in refusal(export, workdir, tmp_path / "out", "x")
     assert listing(tmp_path / "out") == ["mine"]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from calm_jax.interop import names
+from calm_jax.interop.converted import print_notes
 from tests.interop.checkpoints import (
     CHECKPOINTS,
     assert_same,
@@ -13,7 +14,7 @@ from tests.interop.checkpoints import (
     refusal,
     tensors_of,
 )
-from tests.interop.conversions import convert, params
+from tests.interop.conversions import params
 
 # --- Tied tensors and aliases
 
@@ -103,7 +104,7 @@ def test_unused_tensors_are_listed(golden, plan_of, tmp_path, capsys):
     plan = plan_of(changed(golden / "energy_k4", tmp_path / "source", {}, change))
     extra = ["ema.step", "transformer.layers.0.self_attn.rotary_emb.inv_freq"]
     assert sorted(plan.left_over) == extra
-    convert._print_notes(plan)
+    print_notes(plan)
     shown = capsys.readouterr().out
     assert all(f"left over, not used: {name!r}" in shown for name in extra)
     for name in CHECKPOINTS:

@@ -6,10 +6,11 @@ import shutil
 import huggingface_hub
 import pytest
 
+from calm_jax.interop.exported import export
 from calm_jax.interop.model_card import model_card
 from calm_jax.run.workdir import Workdir
 from tests.interop.checkpoints import listing, refusal
-from tests.interop.conversions import export, random_workdir
+from tests.interop.conversions import random_workdir
 
 
 @pytest.mark.slow
@@ -26,22 +27,22 @@ def test_a_key_that_the_published_code_hard_codes_is_refused_by_name(
     arguments, changes, key, tmp_path
 ):
     workdir = random_workdir(tmp_path / "ours", arguments, **changes)
-    assert key in refusal(export.export, workdir, tmp_path / "out", "x")
+    assert key in refusal(export, workdir, tmp_path / "out", "x")
     assert listing(tmp_path) == ["ours", *(f"ours/{name}" for name in listing(tmp_path / "ours"))]
 
 
 def test_a_workdir_without_a_trained_model_is_refused(tmp_path):
-    assert "no workdir" in refusal(export.export, Workdir(tmp_path / "no"), tmp_path / "out", "x")
+    assert "no workdir" in refusal(export, Workdir(tmp_path / "no"), tmp_path / "out", "x")
     workdir = random_workdir(tmp_path / "ours", "head=softmax")
     shutil.rmtree(workdir.checkpoints("lm"))
-    assert "train first" in refusal(export.export, workdir, tmp_path / "out", "x")
+    assert "train first" in refusal(export, workdir, tmp_path / "out", "x")
 
 
 def test_a_language_model_without_its_autoencoder_is_refused(tmp_path):
     workdir = random_workdir(tmp_path / "ours", "head=energy")
     shutil.rmtree(workdir.checkpoints("autoencoder"))
     before = listing(tmp_path)
-    assert "autoencoder" in refusal(export.export, workdir, tmp_path / "out", "x")
+    assert "autoencoder" in refusal(export, workdir, tmp_path / "out", "x")
     assert listing(tmp_path) == before
 
 
@@ -50,7 +51,7 @@ def test_the_exported_autoencoder_folder_is_found_and_keeps_its_config(plan_of, 
     changes = {"autoencoder__model__norm_epsilon": 1e-5, "autoencoder__model__kl_clamp": 0.25}
     workdir = random_workdir(tmp_path / "ours", "head=energy", **changes)
     out = tmp_path / "out"
-    export.export(workdir, out, "autoencoder")
+    export(workdir, out, "autoencoder")
     assert (out / "README.md").read_text().startswith("---\nlibrary_name: calm_jax\n")
     # The autoencoder is found by ae_path, and beside the weights once the whole export has moved.
     for plan in (

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from calm_jax.interop import names, published
+from calm_jax.interop.exported import export
 from tests.interop.checkpoints import (
     AUTOENCODERS,
     CHECKPOINTS,
@@ -22,7 +23,6 @@ from tests.interop.checkpoints import (
 )
 from tests.interop.conversions import (
     checkpoint_rows,
-    export,
     one_device,
     params,
     random_workdir,
@@ -55,7 +55,7 @@ def test_a_converted_checkpoint_is_exported_bit_for_bit(name, golden, converted,
     assert_same(found, expected)
 
     out = tmp_path / "out"
-    count = export.export(workdir, out, "autoencoder")
+    count = export(workdir, out, "autoencoder")
     written, before = tensors_of(out), tensors_of(golden / name)
     recorded = json.loads((golden / "state_dict_names.json").read_text())[name]
     assert set(written) == set(recorded) | {n for n in recorded if "lm_head_weight" in n}
@@ -99,7 +99,7 @@ VARIANTS = {
 def test_an_exported_model_is_converted_back_bit_for_bit(arguments, converted, tmp_path):
     workdir = random_workdir(tmp_path / "ours", arguments, **VARIANTS[arguments])
     ours, config = params(workdir), workdir.config
-    export.export(workdir, tmp_path / "out", "autoencoder")
+    export(workdir, tmp_path / "out", "autoencoder")
     again = converted(tmp_path / "out", tokenizer="bytes")
     assert_same(params(again), ours)
     assert again.config.chunk_size == config.chunk_size

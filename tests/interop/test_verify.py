@@ -11,6 +11,7 @@ from absl import flags
 
 from calm_jax.errors import UserError
 from calm_jax.interop import published, verify
+from calm_jax.interop.parity import comparison
 from calm_jax.interop.parity.recorded import up_to_eos
 
 
@@ -78,13 +79,13 @@ def test_the_checkpoint_of_a_case_may_be_pickled_or_sharded(kept, copied):
             part = {name: tensors[name] for name in tensors if where[name] == file}
             safetensors.numpy.save_file(part, folder / file)
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    rows, unknown = verify.verify(folder.parent)
+    rows, unknown = comparison.verify(folder.parent)
     assert rows and all(row.passed for row in rows) and not unknown
 
 
 @pytest.mark.slow
 def test_every_golden_quantity_agrees(golden):
-    rows, unknown = verify.verify(golden)
+    rows, unknown = comparison.verify(golden)
     assert [row for row in rows if not row.passed] == []
     assert unknown == []
     assert {row.case for row in rows} == {file.stem for file in golden.glob("*.npz")}
@@ -172,7 +173,7 @@ def test_a_changed_weight_of_an_energy_model_fails_at_its_quantity(model, tensor
         return weight
 
     change_tensor(folder / model, tensor, change)
-    rows, _ = verify.verify(folder)
+    rows, _ = comparison.verify(folder)
     failing = [row.quantity for row in rows if not row.passed]
     # The first quantity to fail is the one that the weight acts on: those before it do not depend on it.
     assert failing[0] == quantity
@@ -208,7 +209,7 @@ NAN = float("nan")
 )
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_nan_and_infinity_never_pass(ours, expected):
-    assert not verify.compare("case", "quantity", np.array(ours), np.array(expected)).passed
+    assert not comparison.compare("case", "quantity", np.array(ours), np.array(expected)).passed
 
 
 @pytest.mark.parametrize(
@@ -224,19 +225,19 @@ def test_nan_and_infinity_never_pass(ours, expected):
     ],
 )
 def test_floats_agree_to_the_tolerance_and_integers_exactly(ours, expected, passes):
-    row = verify.compare("case", "quantity", np.array(ours), np.array(expected))
+    row = comparison.compare("case", "quantity", np.array(ours), np.array(expected))
     assert row.passed == passes
 
 
 @pytest.mark.parametrize(("ours", "passes"), [(0.0, True), (1e-9, False)])
 def test_recorded_zeros_agree_only_with_zeros(ours, passes):
-    row = verify.compare("case", "quantity", np.full(2, ours), np.zeros(2))
+    row = comparison.compare("case", "quantity", np.full(2, ours), np.zeros(2))
     assert row.passed == passes
 
 
 def test_nan_is_the_worst_error_of_all_gradients():
-    rows = [verify.Row("case", f"gradient {i}", v, v) for i, v in enumerate((0.0, NAN, 0.0))]
-    (shown,) = verify._worst_of_kind(rows)
+    rows = [comparison.Row("case", f"gradient {i}", v, v) for i, v in enumerate((0.0, NAN, 0.0))]
+    (shown,) = comparison.worst_of_kind(rows)
     assert not shown.passed
 
 
@@ -246,7 +247,7 @@ def test_nan_is_the_worst_error_of_all_gradients():
 def test_an_unknown_case_is_named_and_skipped(copied, capsys):
     folder = copied("temperature")
     np.savez(folder / "mystery.npz", x=np.zeros(2))
-    rows, unknown = verify.verify(folder)
+    rows, unknown = comparison.verify(folder)
     assert unknown == ["mystery"] and {row.case for row in rows} == {"temperature"}
     assert status_of(folder) == 0
     assert "mystery" in capsys.readouterr().out
@@ -274,7 +275,7 @@ def test_wrong_arguments_print_the_usage(arguments, capsys):
 def assert_fails(folder, capsys, *parts):
     """One failed quantity names the parts; the case that is beside it passes."""
     assert status_of(folder) == 1
-    rows, _ = verify.verify(folder)
+    rows, _ = comparison.verify(folder)
     (failed,) = [row for row in rows if not row.passed]
     assert all(part in failed.quantity for part in parts), failed
     assert any(row.passed for row in rows if row.case == "temperature")
@@ -298,10 +299,10 @@ def test_a_missing_array_fails_alone(copied, capsys):
     folder = copied("temperature")
     with np.load(folder / "temperature.npz") as arrays:
         key = next(name for name in arrays.files if name.endswith("/probs"))
-    complete, _ = verify.verify(folder)
+    complete, _ = comparison.verify(folder)
     change_array(folder / "temperature.npz", key, lambda _: None)
     assert_fails(folder, capsys, key)
-    rows, _ = verify.verify(folder)
+    rows, _ = comparison.verify(folder)
     assert sum(row.passed for row in rows) == len(complete) - 1
 
 
@@ -310,7 +311,7 @@ def test_what_needs_a_missing_array_fails_by_its_name(copied, capsys):
     change_array(folder / "ae_k1.npz", "dec_latents", lambda _: None)
     assert_fails(folder, capsys, "dec_latents", "what follows needs")
     # What comes before was compared.
-    rows, _ = verify.verify(folder)
+    rows, _ = comparison.verify(folder)
     assert [row.quantity for row in rows if row.case == "ae_k1" and row.passed]
 
 

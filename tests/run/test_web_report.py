@@ -181,7 +181,7 @@ def test_a_missing_or_damaged_file_leaves_its_part_out(workdir, name, content):
     if content is not None:
         path.write_bytes(content)
     assert "Config and text" in Reader(web_report.page(workdir)).texts("h2")
-    assert "Runs compared" in web_comparison.comparison([workdir])
+    assert "Runs compared" in web_comparison.comparison({"run": [workdir]})
 
 
 def places(value, path=()):
@@ -221,7 +221,7 @@ def test_a_value_of_the_wrong_type_is_left_out_and_the_rest_is_shown(workdir, na
             page = web_report.page(workdir)
             assert "Config and text" in page
             noted += f"{name}: " in page
-            assert "Runs compared" in web_comparison.comparison([workdir])
+            assert "Runs compared" in web_comparison.comparison({"run": [workdir]})
     # What is not needed may have any value.
     assert noted > 10
     path.write_text("\n".join(lines))
@@ -273,10 +273,32 @@ def test_a_comparison_shows_every_run(workdir, tmp_path):
     (tmp_path / "b").mkdir()
     other = Workdir(tmp_path / "b" / "a run")
     other._create(workdir.config, BYTES, "corpus.json", {})
-    reader = Reader(web_comparison.comparison([workdir, other]))
+    reader = Reader(web_comparison.comparison(web_comparison.by_name([workdir, other])))
     # Equal names are told apart by their paths; the second run has no records yet.
     assert {str(workdir.path), str(other.path)} <= set(reader.texts("td"))
     assert reader.texts("figcaption").count("over FLOPs") == 4
+
+
+def test_seeds_of_an_arm_are_one_line_of_means_with_standard_errors(workdir, tmp_path):
+    other = Workdir(tmp_path / "other")
+    other._create(workdir.config, BYTES, "corpus.json", {})
+    write_lines(
+        other.metrics_path,
+        [train_record("lm", step) | {"loss": 1.0, "seconds": 4.0 * step} for step in (4, 8)],
+    )
+    other.results_path.write_text(json.dumps({"lm": {"step": 8, "loss": 2.0} | scored(25.0)}))
+    arm = web_comparison._arms({"arm": [workdir, other]})[0]
+    seconds = web_comparison._AXES[-1]
+    first, second, third = arm.line("lm", "train", "loss", seconds)
+    # The losses are 100 / step and 1: of two values the standard error is half their difference.
+    assert first[1:] == pytest.approx((13.0, 12.0)) and second[1:] == pytest.approx((6.75, 5.75))
+    assert third[1] == 100 / 12 and math.isnan(third[2])
+    assert first[0] == (2 * 4 + 4 * 4) / 2
+    [row] = web_comparison.summary({"arm": [workdir, other]})
+    row = dict(zip(web_comparison.SUMMARY, row, strict=True))
+    # 23 and 25.
+    assert (row["seeds"], row["steps"], row["BrierLM"]) == ("2", "10", "24.00 ± 1.00")
+    assert row["floor"] == "3.00 ± 0.50"
 
 
 def test_the_command_writes_a_page_and_refuses_what_is_no_run(workdir, tmp_path):

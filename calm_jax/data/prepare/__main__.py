@@ -7,6 +7,7 @@ an interruption the same command continues, on any number of workers, and the re
 """
 
 import os
+from typing import Any
 
 from absl import app, flags
 
@@ -32,39 +33,38 @@ _WORKERS = flags.DEFINE_integer("workers", 0, "worker processes; 0 for one per c
 _SCHEDULER = flags.DEFINE_string(
     "scheduler", "", "address of a running Dask cluster that sees input and output, tcp://HOST:8786"
 )
-_TEXT_FIELD = flags.DEFINE_string("text_field", "text", "field of a record that holds the text")
-_ON_BAD_RECORD = flags.DEFINE_string(
-    "on_bad_record", "raise", "'raise' (names file and line) or 'skip' (counted)"
+# The fields of `Options`.
+_OPTIONS = (
+    flags.DEFINE_string("text_field", "text", "field of a record that holds the text"),
+    flags.DEFINE_string(
+        "on_bad_record", "raise", "'raise' (names file and line) or 'skip' (counted)"
+    ),
+    flags.DEFINE_integer("min_characters", 0, "shorter documents are left out"),
+    flags.DEFINE_integer(
+        "max_words", 0, "longer documents are cut into pieces of this many words (published: 10000)"
+    ),
+    flags.DEFINE_bool(
+        "append_eos", True, "eos after each document (published: only for the autoencoder)"
+    ),
+    flags.DEFINE_bool(
+        "align_documents_to_chunks",
+        False,
+        "pads after each document up to whole chunks (published: only for the autoencoder)",
+    ),
+    flags.DEFINE_string(
+        "front_fill", "none", "'random': 0 to chunk_size-1 pads before each document"
+    ),
+    flags.DEFINE_integer("chunk_size", 4, "K, for the two flags above"),
+    flags.DEFINE_bool("deduplicate", False, "leave out documents equal to an earlier one"),
+    flags.DEFINE_string(
+        "packing",
+        "all",
+        "'all' keeps every token; 'published' drops the tokens after the last whole block of every 1000 documents",
+    ),
+    flags.DEFINE_integer("block_tokens", 0, "tokens of a block, for --packing=published"),
+    flags.DEFINE_integer("seed", 0, "seed of --front_fill=random"),
+    flags.DEFINE_integer("shard_characters", 2**30, "characters of text in a shard"),
 )
-_MIN_CHARACTERS = flags.DEFINE_integer("min_characters", 0, "shorter documents are left out")
-_MAX_WORDS = flags.DEFINE_integer(
-    "max_words", 0, "longer documents are cut into pieces of this many words (published: 10000)"
-)
-_APPEND_EOS = flags.DEFINE_bool(
-    "append_eos", True, "eos after each document (published: only for the autoencoder)"
-)
-_ALIGN = flags.DEFINE_bool(
-    "align_documents_to_chunks",
-    False,
-    "pads after each document up to whole chunks (published: only for the autoencoder)",
-)
-_FRONT_FILL = flags.DEFINE_string(
-    "front_fill", "none", "'random': 0 to chunk_size-1 pads before each document"
-)
-_CHUNK_SIZE = flags.DEFINE_integer("chunk_size", 4, "K, for the two flags above")
-_DEDUPLICATE = flags.DEFINE_bool(
-    "deduplicate", False, "leave out documents equal to an earlier one"
-)
-_PACKING = flags.DEFINE_string(
-    "packing",
-    "all",
-    "'all' keeps every token; 'published' drops the tokens after the last whole block of every 1000 documents",
-)
-_BLOCK_TOKENS = flags.DEFINE_integer(
-    "block_tokens", 0, "tokens of a block, for --packing=published"
-)
-_SEED = flags.DEFINE_integer("seed", 0, "seed of --front_fill=random")
-_SHARD_CHARACTERS = flags.DEFINE_integer("shard_characters", 2**30, "characters of text in a shard")
 
 
 @command
@@ -81,21 +81,8 @@ def main(argv: list[str]) -> None:
         raise UserError(
             f"--workers={_WORKERS.value} must not be negative, and cannot be combined with --scheduler"
         )
-    options = Options(
-        text_field=_TEXT_FIELD.value,
-        on_bad_record=_ON_BAD_RECORD.value,
-        min_characters=_MIN_CHARACTERS.value,
-        max_words=_MAX_WORDS.value,
-        append_eos=_APPEND_EOS.value,
-        align_documents_to_chunks=_ALIGN.value,
-        front_fill=_FRONT_FILL.value,
-        chunk_size=_CHUNK_SIZE.value,
-        deduplicate=_DEDUPLICATE.value,
-        packing=_PACKING.value,
-        block_tokens=_BLOCK_TOKENS.value,
-        seed=_SEED.value,
-        shard_characters=_SHARD_CHARACTERS.value,
-    )
+    given: dict[str, Any] = {flag.name: flag.value for flag in _OPTIONS}
+    options = Options(**given)
     tokenizer, _ = open_tokenizer(_TOKENIZER.value)
     files = find_files(_INPUT.value, KEY)
     workers = _WORKERS.value or len(os.sched_getaffinity(0))
