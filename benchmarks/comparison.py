@@ -17,8 +17,8 @@ _COMMON = [
     "--config.autoencoder.min_accuracy=0.9",
 ]
 _AS_PUBLISHED = ["--config.lm.token_loss_weight=0.0", "--config.lm.head.decoded_brier_weight=0.0"]
-# When the decoded Brier loss begins, as a share of the steps; that of configs/quickstart.py.
-_DELAY = 0.24
+# Shares of the steps of stage 2, those of configs/quickstart.py: the warm-up, and where the decoded Brier loss begins.
+_WARMUP, _DELAY = 0.04, 0.24
 
 
 def _language_model(variant: str, budget: float, *more: str) -> list[str]:
@@ -27,6 +27,7 @@ def _language_model(variant: str, budget: float, *more: str) -> list[str]:
     steps = max(1, round(budget / step_flops(config, "lm")))
     words.append(f"--config.lm.training.num_steps={steps}")
     words.append(f"--config.lm.training.eval_every={max(1, steps // 4)}")
+    words.append(f"--config.lm.optimizer.warmup_steps={round(_WARMUP * steps)}")
     if isinstance(config.lm.head, EnergyHeadConfig) and config.lm.head.decoded_brier_weight:
         words.append(f"--config.lm.head.decoded_brier_delay={round(_DELAY * steps)}")
     return words
