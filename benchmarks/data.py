@@ -25,6 +25,7 @@ import zstandard
 from absl import app, flags
 
 from calm_jax.cli.command import command
+from calm_jax.cli.files import os_errors
 from calm_jax.cli.flags import parse_flags
 from calm_jax.data.loader import TrainingText, training_batches
 from calm_jax.data.packing import BlockSource
@@ -195,10 +196,8 @@ def main(argv: list[str]) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--text={_TEXT.value} has no records with a text: {error!r}") from error
     folder = pathlib.Path(_FOLDER.value) / "calm-jax-data-benchmark"
-    try:
+    with os_errors(folder, "made"):
         folder.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be made: {error.strerror}") from error
     try:
         _write_text(folder, texts, _MEGABYTES.value)
         _measure_reading(folder, _measure_preparing(folder, texts, _TOKENIZER.value))

@@ -19,8 +19,8 @@ from absl import app, flags
 
 from benchmarks.machines import MACHINES, RECIPES, USES, Cell, options
 from calm_jax.cli.command import command
+from calm_jax.cli.files import os_errors
 from calm_jax.cli.flags import given_folder, parse_flags
-from calm_jax.errors import UserError
 
 _TABLE = flags.DEFINE_enum("table", "sizes", ["sizes", "machines"], "the table to print")
 _COMPILE = flags.DEFINE_bool("compile", True, "make the plans that the folder lacks")
@@ -77,10 +77,8 @@ def planned(path: pathlib.Path, asked: list[str]) -> dict | None:
 @command
 def main(argv: list[str]) -> None:
     folder = given_folder(_FOLDER, "a folder for the plans")
-    try:
+    with os_errors(f"--folder={folder}", "made"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--folder={folder} cannot be made: {error.strerror}") from error
     if _TABLE.value == "machines":
         for machine, use in itertools.product(MACHINES, USES):
             cells = [Cell(machine, recipe, use) for recipe in RECIPES]

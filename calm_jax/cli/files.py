@@ -36,6 +36,15 @@ def local_path(name: str, flag: str) -> pathlib.Path:
     return pathlib.Path(name)
 
 
+@contextmanager
+def os_errors(what: object, done: str) -> Iterator[None]:
+    """Makes an `OSError` inside the `with` block the `UserError` that `what` cannot be `done`, such as "written"."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} cannot be {done}: {error.strerror or error}") from error
+
+
 def read_file(path: pathlib.Path, most: int = _MOST_BYTES) -> bytes:
     """The content of a regular file of at most `most` bytes.
 
@@ -106,29 +115,25 @@ def write_atomically(path: pathlib.Path, content: str | bytes, tag: str = "") ->
       UserError: if the file cannot be written.
     """
     unfinished = path.with_name(f"{path.name}{tag}.tmp")
-    try:
+    with os_errors(path, "written"):
         with open(unfinished, "wb") as file:
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def refuse_existing(path: pathlib.Path) -> None:
     """Raises `UserError` if `path`, where a folder is to be made, is anything but free or an empty folder."""
-    try:
+    with os_errors(path, "read"):
         is_taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
         if is_taken or path.is_symlink():
             raise UserError(f"{path} is there already: give another folder, or delete it")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def empty(folder: pathlib.Path, keep: Collection[str]) -> None:
     """Deletes everything in `folder` but the names in `keep`. Raises `UserError` if something cannot be deleted."""
-    try:
+    with os_errors(folder, "emptied"):
         for entry in folder.iterdir():
             if entry.name in keep:
                 continue
@@ -136,8 +141,6 @@ def empty(folder: pathlib.Path, keep: Collection[str]) -> None:
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
-    except OSError as error:
-        raise UserError(f"{folder} cannot be emptied: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import rich.table
 import rich.text
 
 from calm_jax.cli import progress
-from calm_jax.cli.files import nan_to_none, sync
+from calm_jax.cli.files import nan_to_none, os_errors, sync
 from calm_jax.config import Config
 from calm_jax.errors import UserError
 from calm_jax.evaluation.tradeoff import name_of
@@ -142,12 +142,10 @@ def print_results(results: Mapping[str, Mapping], config: Config, workdir: Workd
 def append(workdir: Workdir, record: Mapping) -> None:
     """Adds one line to `evaluations.jsonl`. Raises `UserError` if it cannot be written."""
     path = workdir.evaluations_path
-    try:
+    with os_errors(path, "written"):
         with open(path, "a", encoding="utf-8") as lines:
             lines.write(json.dumps(nan_to_none(record), allow_nan=False) + "\n")
         sync(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def print_plane(plane: Mapping[str, Any]) -> None:
@@ -232,8 +230,6 @@ def draw_plane(plane: Mapping[str, Any], path: pathlib.Path) -> None:
     axes.legend(title="sampler")
     axes.grid(alpha=0.3)
     beside = path.with_name(f"{path.name}.tmp")
-    try:
+    with os_errors(path, "written"):
         figure.savefig(beside, dpi=150, format="png")
         beside.replace(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from calm_jax.cli.files import empty, read_json, write_atomically
+from calm_jax.cli.files import empty, os_errors, read_json, write_atomically
 from calm_jax.cli.ownership import LOCK, owned
 from calm_jax.config import Config, as_dict, as_json, differing_keys, leaves, resolve
 from calm_jax.data.corpus import Corpus, Source
@@ -277,13 +277,9 @@ class Workdir:
         self._create(config, tokenizer, _ORIGIN, origin)
 
     def _create(self, config: Config, tokenizer: Tokenizer, name: str, description: dict) -> None:
-        try:
+        with os_errors(f"--workdir={self.path}", "written"):
             self.path.mkdir(parents=True, exist_ok=True)
             tokenizer.save(self.path / "tokenizer")
-        except OSError as error:
-            raise UserError(
-                f"--workdir={self.path} cannot be written: {error.strerror or error}"
-            ) from error
         write_atomically(self.path / name, json.dumps(description, indent=2) + "\n")
         self.store_config(config)
 
@@ -341,14 +337,12 @@ class Workdir:
     ) -> None:
         """Copies `source`, without the names in `leave_out`, to `folder`/`name`. `folder` appears when it is complete: the copy is made beside it and renamed."""
         unfinished = folder.with_name(f"{folder.name}.tmp")
-        try:
+        with os_errors(folder, "written"):
             shutil.rmtree(unfinished, ignore_errors=True)
             # A stage that was killed before its first checkpoint leaves a folder without one.
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(source, unfinished / name, ignore=shutil.ignore_patterns(*leave_out))
             unfinished.rename(folder)
-        except OSError as error:
-            raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
 
     def load_params(self, stage: str, task: AutoencoderTask | LmTask, mesh: Mesh) -> Params:
         """The latest parameters of a stage, sharded over the mesh. Raises `UserError` if there is no checkpoint."""

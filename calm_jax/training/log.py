@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import tensorboardX
 
-from calm_jax.cli.files import nan_to_none, read_file, sync, write_atomically
+from calm_jax.cli.files import nan_to_none, os_errors, read_file, sync, write_atomically
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
 
@@ -42,10 +42,8 @@ class MetricsLog:
         """Waits until the records are on the disk. Raises `UserError` if they cannot be written."""
         if not multihost.is_primary() or not self._path.exists():
             return
-        try:
+        with os_errors(self._path, "written"):
             sync(self._path)
-        except OSError as error:
-            raise UserError(f"{self._path} cannot be written: {error.strerror}") from error
 
     def find(self, stage: str, split: str, step: int) -> dict | None:
         """The record of a stage's step in a split; None if there is none."""
@@ -69,7 +67,7 @@ class MetricsLog:
         self.records.append(record)
         if not multihost.is_primary():
             return
-        try:
+        with os_errors(self._path, "written"):
             with open(self._path, "a", encoding="utf-8") as lines:
                 lines.write(json.dumps(record) + "\n")
             events = self._open_events(stage)
@@ -77,8 +75,6 @@ class MetricsLog:
                 if value is not None:
                     events.add_scalar(f"{split}/{name}", value, step)
             events.flush()
-        except OSError as error:
-            raise UserError(f"{self._path} cannot be written: {error.strerror}") from error
 
     def _open_events(self, stage: str, purge_step: int | None = None) -> tensorboardX.SummaryWriter:
         if stage not in self._events:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from calm_jax.cli.files import read_json
+from calm_jax.cli.files import os_errors, read_json
 from calm_jax.data.documents import Document
 from calm_jax.data.packing import PUBLISHED_GROUP, whole_blocks
 from calm_jax.data.prepare.options import Options
@@ -78,10 +78,8 @@ def make_shards(
         copies = layout.copies(bounds[number], bounds[number + 1])
         kept = ((n, document) for n, document in items if n not in copies)
         path = output / shard_name(number, layout.num_shards)
-        try:
+        with os_errors(path, "written"):
             _make_shard(path, work, kept, tokenizer, options, report)
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 @functools.lru_cache(maxsize=1)

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
-from calm_jax.cli.files import read_json
+from calm_jax.cli.files import os_errors, read_json
 from calm_jax.cli.ownership import LOCK, owned
 from calm_jax.data.prepare import make_shards, scan
 from calm_jax.data.prepare.cluster import Cluster, Progress
@@ -22,11 +22,9 @@ _MOST_SHARDS = 8
 
 def _refuse_foreign(output: pathlib.Path) -> None:
     """Makes the folder if necessary. Raises `UserError` if it contains anything but a preparation."""
-    try:
+    with os_errors(f"--output={output}", "made"):
         output.mkdir(parents=True, exist_ok=True)
         names = {entry.name for entry in output.iterdir()}
-    except OSError as error:
-        raise UserError(f"--output={output} cannot be made: {error.strerror}") from error
     # A run that was killed before it wrote inputs.json leaves only these.
     others = {name for name in names if name != LOCK and not name.startswith("inputs.json.")}
     if others and "inputs.json" not in names:
@@ -169,12 +167,10 @@ def prepare(
         return PreparedText(output).index
     with owned(output, f"--output={output}"):
         _begin(output, about)
-        try:
+        with os_errors(output, "written"):
             tokenizer.save(output / "tokenizer")
             work.mkdir(exist_ok=True)
             _clean(work)
-        except OSError as error:
-            raise UserError(f"{output} cannot be written: {error.strerror or error}") from error
         with Cluster(work, workers, scheduler) as cluster:
             layout = _make_layout(cluster, work, inputs, options)
             todo = make_shards.pending(output, layout.num_shards)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from calm_jax.cli import files
-from calm_jax.cli.files import write_atomically
+from calm_jax.cli.files import os_errors, write_atomically
 from calm_jax.data.documents import Document, digest_of, read_file
 from calm_jax.data.files import Place, is_seekable
 from calm_jax.data.packing import PUBLISHED_GROUP
@@ -53,12 +53,10 @@ def read_json(path: pathlib.Path) -> Any:
 def _save(path: pathlib.Path, array: np.ndarray) -> None:
     """Writes an array atomically; several processes may write the same file."""
     beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
+    with os_errors(path, "written"):
         with open(beside, "wb") as file:
             np.save(file, array)
         beside.rename(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def scan_path(work: pathlib.Path, group: int) -> pathlib.Path:

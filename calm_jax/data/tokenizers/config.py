@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from calm_jax.cli.files import read_file, read_json
+from calm_jax.cli.files import os_errors, read_file, read_json
 from calm_jax.data.tokenizers.base import ByteTokenizer, Tokenizer
 from calm_jax.data.tokenizers.llama3 import Llama3Tokenizer
 from calm_jax.data.tokenizers.sentencepiece import (
@@ -69,12 +69,8 @@ def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
     """
     check_path(config)
     if config.path:
-        try:
+        with os_errors(f"tokenizer.path={config.path!r}", "read"):
             model = read_file(pathlib.Path(config.path))
-        except OSError as error:
-            raise UserError(
-                f"tokenizer.path={config.path!r} cannot be read: {error.strerror}"
-            ) from error
     elif config.kind == "sentencepiece":
         model = train_sentencepiece(texts, config.vocab_size)
     else:
@@ -95,11 +91,8 @@ def vocabulary(config: TokenizerConfig) -> Vocabulary:
 
 def _config_of_file(path: pathlib.Path) -> TokenizerConfig:
     """Tells the kind of a tokenizer's file from its first bytes."""
-    try:
-        with open(path, "rb") as file:
-            start = file.read(256)
-    except OSError as error:
-        raise UserError(f"the tokenizer {path} cannot be read: {error.strerror}") from error
+    with os_errors(f"the tokenizer {path}", "read"), open(path, "rb") as file:
+        start = file.read(256)
     # JSON, or tiktoken's lines of base64 and rank; SentencePiece models are binary.
     is_llama3 = start.lstrip().startswith(b"{") or re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", start)
     return TokenizerConfig("llama3" if is_llama3 else "sentencepiece", str(path), 512)
