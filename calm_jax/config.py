@@ -15,7 +15,7 @@ from typing import Any
 from calm_jax.data.corpus import DataConfig
 from calm_jax.data.packing import BlockConfig
 from calm_jax.data.tokenizers import TokenizerConfig
-from calm_jax.errors import UserError, nearest
+from calm_jax.errors import UserError, nearest, require_at_least, require_one_of
 from calm_jax.evaluation.evaluator import EvalConfig
 from calm_jax.models.autoencoder import AutoencoderConfig
 from calm_jax.models.heads import HEADS, LATENT_HEADS, HeadConfig
@@ -90,12 +90,10 @@ class Config:
     def __post_init__(self):
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} must be in [0, 2**32)")
-        if self.stage not in STAGES:
-            raise UserError(f"stage={self.stage!r} is none of {', '.join(STAGES)}")
+        require_one_of("stage", self.stage, STAGES)
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise UserError(f"compute_dtype={self.compute_dtype!r} must be 'float32' or 'bfloat16'")
-        if self.chunk_size < 1:
-            raise UserError(f"chunk_size={self.chunk_size} must be at least 1")
+        require_at_least(1, self, "", "chunk_size")
         check_sampler("sampler", self.sample.sampler)
         self._check_head()
         if self.init_from and self.autoencoder.checkpoint:

@@ -1,6 +1,7 @@
-"""The two exceptions that end a command with one line instead of a traceback, and a hint at misspelt names."""
+"""The two exceptions that end a command with one line instead of a traceback, and checks of values that raise them."""
 
 import difflib
+from collections.abc import Iterable
 
 _LONGEST_MESSAGE = 1500
 
@@ -21,6 +22,27 @@ class Interrupted(BaseException):
 
     Not a subclass of Exception, as KeyboardInterrupt is not: `except Exception` must not handle it as a failure.
     """
+
+
+def require_one_of(key: str, value: object, known: Iterable[str]) -> None:
+    """Raises `UserError` unless the value of a key is one of `known`."""
+    names = tuple(known)
+    if value not in names:
+        raise UserError(f"{key}={value!r} is none of {', '.join(names)}")
+
+
+def require_at_least(least: int, section: object, path: str, *names: str) -> None:
+    """Raises `UserError` for the first of a section's keys, `path` with each of `names`, whose value is below `least`."""
+    for name in names:
+        if getattr(section, name) < least:
+            raise UserError(f"{path}{name}={getattr(section, name)} must be at least {least}")
+
+
+def require_positive(section: object, path: str, *names: str) -> None:
+    """The same for values that are not above 0."""
+    for name in names:
+        if getattr(section, name) <= 0:
+            raise UserError(f"{path}{name}={getattr(section, name)} must be positive")
 
 
 def nearest(name: str, names: list[str]) -> str:

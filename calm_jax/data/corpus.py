@@ -16,7 +16,7 @@ from absl import logging
 from calm_jax.data.documents import Distinct, Document, Reading, read_documents
 from calm_jax.data.files import find_files
 from calm_jax.data.shards import PreparedText, is_prepared
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_at_least
 
 # Folders that are not the standard library's own source: tests, installed packages, and those that ensurepip bundles.
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip"}
@@ -43,10 +43,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _ = self.reading  # checks its own fields
-        if self.holdout_every < 2:
-            raise UserError(f"data.holdout_every={self.holdout_every} must be at least 2")
-        if self.read_threads < 0:
-            raise UserError(f"data.read_threads={self.read_threads} must not be negative")
+        require_at_least(2, self, "data.", "holdout_every")
+        require_at_least(0, self, "data.", "read_threads")
         if self.prompt_field and not (self.train_files or self.validation_files):
             raise UserError(
                 f"data.prompt_field={self.prompt_field!r} needs data.train_files with such records"

@@ -13,7 +13,7 @@ from calm_jax.brier import ORDERS, Protocol
 from calm_jax.cli.progress import Countdown
 from calm_jax.data.loader import evaluation_batches
 from calm_jax.data.packing import BlockSource
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_at_least
 from calm_jax.parallel import multihost
 from calm_jax.parallel.mesh import global_batch, num_row_shards, rows_here
 from calm_jax.parallel.signals import poll
@@ -46,13 +46,11 @@ class EvalConfig:
                 f"eval.context_tokens={self.context_tokens} must be at least 1, and at least {ORDERS} below "
                 f"eval.block_tokens={self.block_tokens}, so that an n-gram follows the context"
             )
-        if self.num_samples < 2:
-            raise UserError(f"eval.num_samples={self.num_samples} must be at least 2")
+        require_at_least(2, self, "eval.", "num_samples")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"eval.seed={self.seed} must be in [0, 2**32)")
-        for name in ("batch_size", "part_blocks", "start_every", "plane_contexts"):
-            if getattr(self, name) < 1:
-                raise UserError(f"eval.{name}={getattr(self, name)} must be at least 1")
+        names = ("batch_size", "part_blocks", "start_every", "plane_contexts")
+        require_at_least(1, self, "eval.", *names)
         for name in self.samplers:
             check_sampler("eval.samplers", name)
         if not self.samplers:

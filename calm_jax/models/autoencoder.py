@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_at_least, require_positive
 from calm_jax.losses import Posterior, clamped_kl
 from calm_jax.models import vocabulary
 from calm_jax.models.layers import SwiGLU, linear, linear_in_float32, look_up, normal_init
@@ -41,18 +41,10 @@ class AutoencoderConfig:
                     f"autoencoder.model.{name}={getattr(self, name)} must be even and at least 2: one half of "
                     "the layers works on token vectors, the other half on chunk vectors"
                 )
-        for name in ("latent_size", "hidden_size", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"autoencoder.model.{name}={getattr(self, name)} must be at least 1"
-                )
-        for name in ("kl_clamp", "kl_weight"):
-            if getattr(self, name) < 0:
-                raise UserError(
-                    f"autoencoder.model.{name}={getattr(self, name)} must not be negative"
-                )
-        if self.norm_epsilon <= 0:
-            raise UserError(f"autoencoder.model.norm_epsilon={self.norm_epsilon} must be positive")
+        path = "autoencoder.model."
+        require_at_least(1, self, path, "latent_size", "hidden_size", "intermediate_size")
+        require_at_least(0, self, path, "kl_clamp", "kl_weight")
+        require_positive(self, path, "norm_epsilon")
         if not 0 <= self.dropout < 1:
             raise UserError(f"autoencoder.model.dropout={self.dropout} must be in [0, 1)")
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_at_least, require_one_of, require_positive
 from calm_jax.models import attention
 from calm_jax.models.kv_cache import Fork, KVCache, Memory, SegmentIds, Written
 from calm_jax.models.layers import SwiGLU, linear, rotary_angles, rotate
@@ -42,17 +42,11 @@ class TransformerConfig:
     attention: str
 
     def __post_init__(self):
-        for name, choices in (("remat", tuple(_KEPT)), ("attention", attention.CHOICES)):
-            if getattr(self, name) not in choices:
-                raise UserError(
-                    f"lm.model.{name}={getattr(self, name)!r} is none of {', '.join(choices)}"
-                )
-        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
-            if getattr(self, name) < 1:
-                raise UserError(f"lm.model.{name}={getattr(self, name)} must be at least 1")
-        for name in ("rope_theta", "rms_norm_epsilon", "norm_epsilon"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"lm.model.{name}={getattr(self, name)} must be positive")
+        require_one_of("lm.model.remat", self.remat, _KEPT)
+        require_one_of("lm.model.attention", self.attention, attention.CHOICES)
+        sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        require_at_least(1, self, "lm.model.", *sizes)
+        require_positive(self, "lm.model.", "rope_theta", "rms_norm_epsilon", "norm_epsilon")
         if self.hidden_size % (2 * self.num_heads):
             raise UserError(
                 f"lm.model.hidden_size={self.hidden_size} must be a multiple of twice lm.model.num_heads="

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax
 from jax.experimental import topologies
 
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_one_of
 from calm_jax.parallel.devices import GPUS_PER_HOST, Accelerator, accelerator
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -150,8 +150,7 @@ def parse(text: str) -> Topology:
 
 def of_family(name: str) -> list[Topology]:
     """All sizes of a family, the smallest first. Raises `UserError` for an unknown family."""
-    if name not in FAMILIES:
-        raise UserError(f"--fit={name!r} is none of {', '.join(FAMILIES)}")
+    require_one_of("--fit", name, FAMILIES)
     return [Topology(name, size) for size in FAMILIES[name].sizes]
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_at_least
 from calm_jax.sampling import temperature as law
 
 # The most draws for one chunk, and the most that are compared in pairs (16 MiB of comparisons for 4096 draws).
@@ -94,9 +94,7 @@ class SampleConfig(SamplerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("max_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        require_at_least(1, self, "", "max_tokens", "batch_size")
         if isinstance(self.stop, str):
             raise UserError(f"stop={self.stop!r} must be a tuple of strings")
         if "" in self.stop:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from calm_jax.errors import UserError
+from calm_jax.errors import require_one_of
 from calm_jax.sampling.chunk_model import ChunkModel
 from calm_jax.sampling.config import SamplerConfig
 from calm_jax.sampling.exact import pooled, rejection
@@ -46,8 +46,7 @@ SAMPLERS: dict[str, _Sampler] = {
 
 def check_sampler(key: str, name: str) -> None:
     """Raises `UserError`, with the name of the config key, unless there is a sampler `name`."""
-    if name not in SAMPLERS:
-        raise UserError(f"{key}={name!r} is none of {', '.join(SAMPLERS)}")
+    require_one_of(key, name, SAMPLERS)
 
 
 def sample_token(log_probs_BV: Array, key_B: Array, temperature: float, top_p: float) -> Array:

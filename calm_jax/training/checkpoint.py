@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from calm_jax.cli.files import sync
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_at_least
 from calm_jax.parallel import multihost
 from calm_jax.parallel.mesh import shardings
 from calm_jax.parallel.multihost import AgreedError
@@ -42,8 +42,7 @@ class CheckpointConfig:
     keep: int
 
     def __post_init__(self):
-        if self.keep < 1:
-            raise UserError(f"checkpoint.keep={self.keep} must be at least 1")
+        require_at_least(1, self, "checkpoint.", "keep")
 
 
 def _abstract(tree: Any, mesh: Mesh) -> Any:

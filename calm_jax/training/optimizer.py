@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import optax
 
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_at_least, require_one_of, require_positive
 
 SCHEDULES = ("constant", "cosine")
 
@@ -25,20 +25,10 @@ class OptimizerConfig:
     max_grad_norm: float
 
     def __post_init__(self):
-        if self.schedule not in SCHEDULES:
-            raise UserError(
-                f"optimizer.schedule={self.schedule!r} is none of {', '.join(SCHEDULES)}"
-            )
-        if self.learning_rate <= 0:
-            raise UserError(f"optimizer.learning_rate={self.learning_rate} must be positive")
-        if self.warmup_steps < 0:
-            raise UserError(f"optimizer.warmup_steps={self.warmup_steps} must not be negative")
-        for name in ("max_grad_norm", "epsilon"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"optimizer.{name}={getattr(self, name)} must be positive")
-        for name in ("final_learning_rate", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise UserError(f"optimizer.{name}={getattr(self, name)} must not be negative")
+        path = "optimizer."
+        require_one_of("optimizer.schedule", self.schedule, SCHEDULES)
+        require_positive(self, path, "learning_rate", "max_grad_norm", "epsilon")
+        require_at_least(0, self, path, "warmup_steps", "final_learning_rate", "weight_decay")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"optimizer.{name}={getattr(self, name)} must be in [0, 1)")

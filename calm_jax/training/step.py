@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from calm_jax.data.packing import MASKED, BlockConfig
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_at_least
 from calm_jax.parallel.constraints import laid_out
 from calm_jax.parallel.mesh import BATCH, check_batch, shardings
 from calm_jax.tasks import Batch, Metrics, Params, Task
@@ -31,12 +31,10 @@ class TrainingConfig:
     max_nonfinite_steps: int
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            least = 0 if field.name == "accumulation_steps" else 1
-            if getattr(self, field.name) < least:
-                raise UserError(
-                    f"training.{field.name}={getattr(self, field.name)} must be at least {least}"
-                )
+        every = ("log_every", "eval_every", "checkpoint_every")
+        names = ("num_steps", "batch_size", *every, "max_nonfinite_steps")
+        require_at_least(1, self, "training.", *names)
+        require_at_least(0, self, "training.", "accumulation_steps")
         if self.accumulation_steps and self.batch_size % self.accumulation_steps:
             raise UserError(
                 f"training.batch_size={self.batch_size} must be a multiple of training.accumulation_steps="

@@ -16,7 +16,7 @@ from calm_jax.data.tokenizers.sentencepiece import (
     SentencePieceTokenizer,
     train_sentencepiece,
 )
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_one_of
 
 _CLASSES: tuple[type[Tokenizer], ...] = (SentencePieceTokenizer, Llama3Tokenizer, ByteTokenizer)
 KINDS: dict[str, type[Tokenizer]] = {cls.kind: cls for cls in _CLASSES}
@@ -31,8 +31,7 @@ class TokenizerConfig:
     vocab_size: int
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"tokenizer.kind={self.kind!r} is none of {', '.join(KINDS)}")
+        require_one_of("tokenizer.kind", self.kind, KINDS)
         if self.kind == "bytes" and self.path:
             raise UserError(f"tokenizer.path={self.path!r}: tokenizer.kind='bytes' reads no file")
         if self.kind == "sentencepiece" and not self.path and self.vocab_size < LEAST_PIECES:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_at_least
 from calm_jax.losses import Target
 from calm_jax.models.heads.adaln import AdaLNMLP, training_draws
 
@@ -35,9 +35,7 @@ class DiffusionHeadConfig:
     num_steps: int
 
     def __post_init__(self):
-        for name in ("num_blocks", "num_samples"):
-            if getattr(self, name) < 1:
-                raise UserError(f"lm.head.{name}={getattr(self, name)} must be at least 1")
+        require_at_least(1, self, "lm.head.", "num_blocks", "num_samples")
         if not 2 <= self.num_steps <= NUM_TRAINING_STEPS:
             raise UserError(
                 f"lm.head.num_steps={self.num_steps} must be from 2 to {NUM_TRAINING_STEPS}, the number of steps in training"

@@ -16,7 +16,7 @@ from absl import logging
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_at_least
 from calm_jax.losses import Posterior, Target, decoded_brier, energy_score
 from calm_jax.models.layers import layer_norm, linear, linear_in_float32, normal_init
 from calm_jax.parallel.constraints import constrain, gathered_kernel
@@ -54,9 +54,7 @@ class EnergyHeadConfig:
             raise UserError(
                 f"lm.head.decoded_brier_delay={self.decoded_brier_delay} must be at least 0 steps"
             )
-        for name in ("num_blocks", "noise_size", "num_target_samples"):
-            if getattr(self, name) < 1:
-                raise UserError(f"lm.head.{name}={getattr(self, name)} must be at least 1")
+        require_at_least(1, self, "lm.head.", "num_blocks", "noise_size", "num_target_samples")
 
 
 class NoiseBlock(nn.Module):

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_at_least, require_one_of
 from calm_jax.losses import Target
 from calm_jax.models.heads.adaln import AdaLNMLP, training_draws
 
@@ -34,15 +34,12 @@ class FlowHeadConfig:
     solver: str
 
     def __post_init__(self):
-        for name in ("num_blocks", "num_samples"):
-            if getattr(self, name) < 1:
-                raise UserError(f"lm.head.{name}={getattr(self, name)} must be at least 1")
+        require_at_least(1, self, "lm.head.", "num_blocks", "num_samples")
         if not 1 <= self.num_steps <= _TIME_UNITS:
             raise UserError(
                 f"lm.head.num_steps={self.num_steps} must be from 1 to {_TIME_UNITS}, the number of different times that the network can be given"
             )
-        if self.solver not in SOLVERS:
-            raise UserError(f"lm.head.solver={self.solver!r} is none of {', '.join(SOLVERS)}")
+        require_one_of("lm.head.solver", self.solver, SOLVERS)
 
 
 class FlowHead(nn.Module):
