@@ -2,9 +2,8 @@
 
 import os
 import subprocess
-import sys
 
-from tests.forked import ROOT
+from tests import workdirs
 
 
 def on(number: int) -> dict[str, str]:
@@ -17,14 +16,4 @@ def run_program(
     number: int, program: str, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess:
     """Runs Python text on so many devices; it must end with status 0. `environment`: further variables."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=on(number) | environment,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
+    return workdirs.run_program(program, *arguments, env=on(number) | environment)

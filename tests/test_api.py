@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -14,7 +12,7 @@ from calm_jax.errors import UserError
 from calm_jax.interop.exported import export
 from tests.interop.conversions import random_workdir
 from tests.test_readme import README
-from tests.workdirs import ROOT
+from tests.workdirs import ROOT, run_program
 
 
 def test_unknown_models_and_keys_are_refused_in_one_line(tmp_path):
@@ -51,14 +49,7 @@ def test_a_published_checkpoint_generates_as_the_run_that_it_was_exported_from(a
 def test_the_readmes_example_runs_as_written(finished, tmp_path):
     [example] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     shutil.copytree(finished[0], tmp_path / "runs" / "quickstart")
-    done = subprocess.run(
-        [sys.executable, "-c", example],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_program(example, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     [expected] = calm_jax.load(tmp_path / "runs" / "quickstart").generate(["def main("], seed=0)
     records = (tmp_path / "runs" / "quickstart" / "evaluations.jsonl").read_text().splitlines()
     score = json.loads(records[-1])

@@ -5,9 +5,6 @@ crash in reductions of rank 7 (40412). A row's loss and gradient depend on no ot
 a batch of a few rows, which all versions compute right.
 """
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +13,7 @@ import pytest
 from calm_jax.losses import Posterior, Target, clamped_kl, cross_entropy, energy_score
 from calm_jax.models.autoencoder import Autoencoder, AutoencoderConfig
 from calm_jax.models.heads.energy import EnergyHead, EnergyHeadConfig
+from tests.workdirs import run_program
 
 # The first float32 rows that were wrong, and twice as many.
 ROWS = (32_769, 65_537)
@@ -42,7 +40,7 @@ def test_a_reduction_of_rank_7_does_not_crash():
         "sums = jax.jit(lambda a, b: jnp.sum(a * b, axis=3))(u, v)\n"
         "np.testing.assert_allclose(sums, (u * v).sum(3), atol=1e-5)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_program(program)
 
 
 def energy_loss(h_PZ, eps_PMZ):

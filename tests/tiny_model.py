@@ -4,8 +4,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import flax.traverse_util
@@ -20,7 +18,7 @@ from calm_jax.data.tokenizers import ByteTokenizer, Tokenizer
 from calm_jax.run.generator import Generator
 from calm_jax.run.workdir import Workdir
 from calm_jax.tasks import LmTask
-from tests import tiny_recipe
+from tests import tiny_recipe, workdirs
 
 
 def random_params(task: Any, seed: int) -> dict:
@@ -102,13 +100,5 @@ json.dump(results, sys.stdout)
 
 def run_generate(*commands: list[str]) -> list[tuple[int, str, str]]:
     """(exit status, stdout, stderr) of `python -m calm_jax.generate` with each of these arguments."""
-    done = subprocess.run(
-        [sys.executable, "-c", _DRIVER],
-        input=json.dumps(commands),
-        cwd=pathlib.Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not done.returncode, done.stderr
+    done = workdirs.run_program(_DRIVER, input=json.dumps(commands))
     return [tuple(result) for result in json.loads(done.stdout)]

@@ -53,6 +53,14 @@ def run(*args: str, status: int = 0, **popen) -> str:
     return lines[0]
 
 
+def run_program(program: str, *arguments: str, **options) -> subprocess.CompletedProcess:
+    """Runs Python text in a process of its own, which must end with status 0. `options`: of `subprocess.run`."""
+    asked = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 500} | options
+    done = subprocess.run([sys.executable, "-c", program, *arguments], **asked)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def train(text_glob: str, workdir, *args: str, **options) -> str:
     """Trains the tiny recipe. `text_glob` may have config arguments after it, as in `GLOB,head=flow`."""
     recipe = f"--config=tests/tiny_recipe.py:{text_glob}"

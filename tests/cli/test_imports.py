@@ -2,11 +2,9 @@
 
 import json
 import pkgutil
-import subprocess
-import sys
 
 import calm_jax.data
-from tests.workdirs import ROOT
+from tests.workdirs import run_program
 
 _IMPORT_ALL = """
 import importlib, json, sys
@@ -32,10 +30,7 @@ COMMANDS = (
 
 def imported(names) -> set[str]:
     """The modules of a process that has imported `names`."""
-    command = [sys.executable, "-c", _IMPORT_ALL, json.dumps(names)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = set(json.loads(done.stdout))
+    found = set(json.loads(run_program(_IMPORT_ALL, json.dumps(names)).stdout))
     assert set(names) <= found
     return found
 

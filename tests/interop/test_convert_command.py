@@ -4,8 +4,6 @@ import json
 import os
 import re
 import resource
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from calm_jax.run.workdir import Workdir
 from tests.interop.checkpoints import assert_same, listing
 from tests.interop.conversions import checkpoint_rows, params, random_workdir
 from tests.interop.weight_files import SAFE, write_safetensors
-from tests.workdirs import ROOT, run, start
+from tests.workdirs import run, run_program, start
 
 
 @pytest.mark.slow
@@ -216,15 +214,7 @@ def test_a_conversion_holds_one_copy_of_the_model_in_memory(tmp_path):
     llama(tmp_path / "small", 64, 96, 2)
     width, inner, layers = 768, 2048, 20
     size = llama(tmp_path / "large", width, inner, layers)
-    done = subprocess.run(
-        [sys.executable, "-c", _MEMORY, str(tmp_path / "small"), str(tmp_path / "large")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert not done.returncode, done.stderr
+    done = run_program(_MEMORY, str(tmp_path / "small"), str(tmp_path / "large"))
     before, after = map(float, done.stdout.split())
     size, stacked = size / 2**20, 4 * width * inner * layers / 2**20
     # A second copy would need `size` more. The writer's buffers take 300 MiB, also for twice as many layers.

@@ -3,14 +3,12 @@
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
 from calm_jax.run.generator import Generator
 from tests.interop.conversions import random_workdir
-from tests.workdirs import ROOT, run
+from tests.workdirs import ROOT, run, run_program
 
 pytest.importorskip("flatbuffers")
 NO_CALM_JAX = "import sys; sys.modules['calm_jax'] = None\n"
@@ -28,8 +26,7 @@ def test_the_loader_of_the_page_gives_the_generators_tokens(arguments, tmp_path)
     call(workdir, tmp_path, "--batch=2", "--prompt_chunks=2", "--new_chunks=4", "--temperature=0.5")
     page = (ROOT / "docs" / "checkpoints.md").read_text()
     [loader] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    command = [sys.executable, "-c", NO_CALM_JAX + loader]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = run_program(NO_CALM_JAX + loader, cwd=tmp_path)
     generator = Generator.load(workdir.path)
     size = generator.task.chunk_size
     options = dataclasses.replace(

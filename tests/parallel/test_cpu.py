@@ -1,8 +1,6 @@
 """What CPUs get of their own: products of two matrices, and an allocator that keeps freed memory."""
 
 import platform
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +9,7 @@ import pytest
 
 from calm_jax.parallel import host_memory
 from calm_jax.parallel.constraints import product
+from tests.workdirs import run_program
 
 
 @pytest.mark.parametrize(
@@ -57,10 +56,7 @@ print(min(fresh))
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_a_repeated_call_touches_no_fresh_pages():
     def pages(*options):
-        done = subprocess.run(
-            [sys.executable, "-c", PAGES, *options], capture_output=True, text=True, check=True
-        )
-        return int(done.stdout)
+        return int(run_program(PAGES, *options).stdout)
 
     # 64 MiB are 16,384 pages of 4 KiB.
     assert pages("keep") < 1000 < 10_000 < pages()
