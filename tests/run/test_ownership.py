@@ -1,5 +1,6 @@
 """Two commands on one workdir: the second is refused and changes nothing, and a killed one is taken over."""
 
+import os
 import re
 import signal
 import subprocess
@@ -23,6 +24,8 @@ def test_a_second_command_on_a_workdir_is_refused_until_the_first_has_ended(
             break
     # Stopped, so that it does not end before the other commands, and still the owner.
     process.send_signal(signal.SIGSTOP)
+    # The signal is sent at once, but each thread of the process ends its system call first.
+    os.waitpid(process.pid, os.WUNTRACED)
     try:
         before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
         stored = f"--config=configs/workdir.py:{workdir}"
