@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+# Places of a cache that `UnslicedLayer` reads at once; fewer where they would not divide the cache.
+BLOCK = 32
 # Keys and values of the chunks that are being read, [layers, B, L, G, A] each; inside a layer [B, L, G, A].
 Written = tuple[Array, Array]
 # Keys and values that queries attend to, [B, S, G, A] each, and the mask of those that each query sees, bool [B, L, S].
@@ -51,12 +53,12 @@ class KVCache(NamedTuple):
 
     If a chunk sees only the last W chunks, a text may be longer than the cache. To read L chunks at once, S must then be
     at least W + L - 1, and the L chunks must not wrap around the end of the S places. A cache of no places gets as many as
-    the chunks that it reads first. Inside a layer (`parts`, `attend`), `key` and `value` are those of the layer,
-    [B, S, G, A].
+    the chunks that it reads first. Heads come before places, so that the products of `UnslicedLayer` read them as they lie
+    in memory. Inside a layer (`parts`, `attend`), `key` and `value` are those of the layer, [B, S, G, A].
 
     Attributes:
-        key: [layers, B, S, G, A], rotated by position.
-        value: [layers, B, S, G, A].
+        key: [layers, B, G, S, A], rotated by position.
+        value: [layers, B, G, S, A].
         length: int32 [B], how many chunks each row has read.
         window: int32, how many of the last chunks, itself included, each chunk sees: a scalar, or [B, L] for the L
             chunks of one read (see `SegmentIds.window`). With S or more, a chunk sees all chunks before it.
@@ -78,7 +80,7 @@ class KVCache(NamedTuple):
         dtype: DTypeLike,
     ) -> "KVCache":
         """A cache that has read nothing, with room for `size` chunks in each of `batch` rows."""
-        shape = (num_layers, batch, size, num_kv_heads, head_size)
+        shape = (num_layers, batch, num_kv_heads, size, head_size)
         return KVCache(
             jnp.zeros(shape, dtype),
             jnp.zeros(shape, dtype),
@@ -86,29 +88,35 @@ class KVCache(NamedTuple):
             jnp.int32(window),
         )
 
+    def for_layers(self) -> "KVCache":
+        """The cache as a scan over layers slices it, [layers, B, S, G, A]: the order that compilers for GPUs and TPUs read
+        without a copy."""
+        return self._replace(key=self.key.swapaxes(2, 3), value=self.value.swapaxes(2, 3))
+
     def next_position(self) -> Array:
         """The position of each row's next chunk, [B]."""
         return self.length
 
     def extended(self, written: Written) -> "KVCache":
         """The cache with the new chunks' keys and values, as the layers returned them."""
-        num_new, size = written[0].shape[2], self.key.shape[2]
+        num_new, size = written[0].shape[2], self.key.shape[3]
         if size:
             row_B1 = jnp.arange(len(self.length))[:, None]
             place_BL = (self.length[:, None] + jnp.arange(num_new)) % size
 
             def put(places: Array, new: Array) -> Array:
-                at = places.at[:, row_B1, place_BL]
-                return at.set(new, unique_indices=True, mode="promise_in_bounds")
+                at = places.at[:, row_B1, :, place_BL]
+                # Indexed axes come first.
+                new_BL = new.transpose(1, 2, 0, 3, 4)
+                return at.set(new_BL, unique_indices=True, mode="promise_in_bounds")
 
             key, value = put(self.key, written[0]), put(self.value, written[1])
         else:
-            key, value = written
+            key, value = (x.swapaxes(2, 3) for x in written)
         return self._replace(key=key, value=value, length=self.length + num_new)
 
-    def seen(self, num_new: int) -> tuple[Array, Array]:
-        """What each new chunk sees of the places of the cache, bool [B, L, S], and of the new chunks, bool [B, L, L]."""
-        size = self.key.shape[-3]
+    def seen(self, num_new: int, size: int) -> tuple[Array, Array]:
+        """What each new chunk sees of the S places of the cache, bool [B, L, S], and of the new chunks, bool [B, L, L]."""
         # The position of the chunk at each place; negative where nothing has been written.
         last_B1 = self.length[:, None] - 1
         at_BS = last_B1 - (last_B1 - jnp.arange(size)) % max(1, size)
@@ -123,13 +131,75 @@ class KVCache(NamedTuple):
 
     def parts(self, key_BLGA: Array, value_BLGA: Array) -> list[Part]:
         """Inside a layer: what the new chunks attend to, the cache and themselves."""
-        old_BLS, new_BLL = self.seen(key_BLGA.shape[1])
+        size = self.key.shape[1]
+        old_BLS, new_BLL = self.seen(key_BLGA.shape[1], size)
         new = key_BLGA, value_BLGA, new_BLL
-        return [(self.key, self.value, old_BLS), new] if self.key.shape[-3] else [new]
+        return [(self.key, self.value, old_BLS), new] if size else [new]
 
     def attend(self, query_BLHA: Array, key_BLGA: Array, value_BLGA: Array) -> Array:
         """Inside a layer: attention of the new chunks to the cache and themselves, [B, L, H, A]."""
         return _attend(query_BLHA, self.parts(key_BLGA, value_BLGA))
+
+
+class UnslicedLayer(NamedTuple):
+    """One layer's view of a cache for one new chunk a row, for CPUs: it reads the places that hold chunks, and no others.
+
+    XLA's CPU backend copies the slice of a layer, with all its places, before each product. This copies a block of places
+    at a time, and stops after the last block that any row has written to.
+
+    Attributes:
+        cache: of all layers.
+        layer: int32, the layer's number.
+    """
+
+    cache: KVCache
+    layer: Array
+
+    def attend(self, query_B1HA: Array, key_B1GA: Array, value_B1GA: Array) -> Array:
+        """As `KVCache.attend`, up to rounding: one softmax, added up block by block (Milakov and Gimelshein 2018,
+        arXiv 1805.02867)."""
+        cache = self.cache
+        batch, _, heads, size = query_B1HA.shape
+        _, _, groups, places, _ = cache.key.shape
+        block = places if places < BLOCK else math.gcd(places, BLOCK)
+        query_BGRA = query_B1HA.reshape(batch, groups, heads // groups, size) / math.sqrt(size)
+        seen_B1S, _ = cache.seen(1, places)
+
+        def at(x: Array, first: Array) -> Array:
+            shape = (1, batch, groups, block, size)
+            return jax.lax.dynamic_slice(x, (self.layer, 0, 0, first, 0), shape)[0]
+
+        def product(spec: str, x: Array, y: Array) -> Array:
+            return jnp.einsum(spec, x.astype(y.dtype), y, preferred_element_type=jnp.float32)
+
+        def add(index: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            largest_BGR1, sum_BGR1, mixed_BGRA = sums
+            first = index * block
+            score_BGRS = product("BGRA,BGSA->BGRS", query_BGRA, at(cache.key, first))
+            seen_BS = jax.lax.dynamic_slice_in_dim(seen_B1S[:, 0], first, block, axis=1)
+            score_BGRS = jnp.where(seen_BS[:, None, None], score_BGRS, -jnp.inf)
+            new_BGR1 = jnp.maximum(largest_BGR1, score_BGRS.max(-1, keepdims=True))
+            weight_BGRS, kept_BGR1 = (
+                jnp.exp(score_BGRS - new_BGR1),
+                jnp.exp(largest_BGR1 - new_BGR1),
+            )
+            mixed_BGRA *= kept_BGR1
+            mixed_BGRA += product("BGRS,BGSA->BGRA", weight_BGRS, at(cache.value, first))
+            return new_BGR1, sum_BGR1 * kept_BGR1 + weight_BGRS.sum(-1, keepdims=True), mixed_BGRA
+
+        # The new chunk sees itself, so that the largest score is finite from the beginning.
+        own_BGR1 = product("BGRA,BGSA->BGRS", query_BGRA, key_B1GA.swapaxes(1, 2))
+        value_BGRA = jnp.broadcast_to(
+            value_B1GA[:, 0, :, None].astype(jnp.float32), query_BGRA.shape
+        )
+        num_written = jnp.minimum(cache.length.max(), places)
+        _, sum_BGR1, mixed_BGRA = jax.lax.fori_loop(
+            0,
+            (num_written + block - 1) // block,
+            add,
+            (own_BGR1, jnp.ones_like(own_BGR1), value_BGRA),
+        )
+        return (mixed_BGRA / sum_BGR1).astype(query_B1HA.dtype).reshape(query_B1HA.shape)
 
 
 class Fork(NamedTuple):
@@ -152,7 +222,7 @@ class Fork(NamedTuple):
         """A fork after the first `length_B` chunks of `prefix`, with room for `size` chunks of its own."""
 
         def room(x: Array) -> Array:
-            return jnp.zeros((*x.shape[:2], size, *x.shape[3:]), x.dtype)
+            return jnp.zeros((*x.shape[:3], size, x.shape[4]), x.dtype)
 
         own = KVCache(
             room(prefix.key), room(prefix.value), jnp.zeros_like(prefix.length), jnp.int32(size)
@@ -161,6 +231,10 @@ class Fork(NamedTuple):
         if window.ndim:
             window = jnp.take_along_axis(window, length_B[:, None] - 1, axis=1)
         return Fork(prefix._replace(length=length_B, window=window), own)
+
+    def for_layers(self) -> "Fork":
+        """See `KVCache.for_layers`."""
+        return Fork(self.prefix.for_layers(), self.own.for_layers())
 
     def next_position(self) -> Array:
         """The position of each row's next chunk, [B]."""
@@ -193,6 +267,10 @@ class SegmentIds(NamedTuple):
     def next_position(self) -> Array:
         """Positions count through the block, over all documents: rotary attention depends on differences only."""
         return jnp.zeros(len(self.segment), jnp.int32)
+
+    def for_layers(self) -> "SegmentIds":
+        """Itself: all layers see the same documents."""
+        return self
 
     def window(self) -> Array:
         """Each chunk's place in its document, counted from 1, int32 [B, L]: the `window` that keeps documents apart."""

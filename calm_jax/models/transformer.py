@@ -11,9 +11,10 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError, require_at_least, require_one_of, require_positive
 from calm_jax.models import attention
-from calm_jax.models.kv_cache import Fork, KVCache, Memory, SegmentIds, Written
+from calm_jax.models.kv_cache import Fork, KVCache, Memory, SegmentIds, UnslicedLayer, Written
 from calm_jax.models.layers import SwiGLU, linear, rotary_angles, rotate
 from calm_jax.parallel.constraints import PRODUCT, constrain, unrolled
+from calm_jax.parallel.devices import target_device
 
 # For each `lm.model.remat`, the policy that says which values of a layer are kept for the backward pass; None keeps all.
 # "auto" is replaced before a training step is compiled, and there is no backward pass elsewhere.
@@ -71,7 +72,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BLD: Array, memory: Memory | None, angle_BLA: Array
+        self, x_BLD: Array, memory: Memory | UnslicedLayer | None, angle_BLA: Array
     ) -> tuple[Array, Written | None]:
         config = self.config
 
@@ -101,7 +102,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BLD: Array, memory: Memory | None, angle_BLA: Array
+        self, x_BLD: Array, memory: Memory | UnslicedLayer | None, angle_BLA: Array
     ) -> tuple[Array, Written | None]:
         config = self.config
         norm = nn.RMSNorm(config.rms_norm_epsilon, dtype=self.dtype, name="attention_norm")
@@ -113,12 +114,14 @@ class Block(nn.Module):
         return constrain(x_BLD + mlp(norm(x_BLD))), written
 
 
-def _per_layer(memory: Memory | None) -> Any:
+def _per_layer(memory: Memory | UnslicedLayer | None) -> Any:
     """The `in_axes` of a memory in the scan over layers: 0 for arrays with an axis of layers, broadcast for the others."""
     if memory is None:
         return None
     if isinstance(memory, SegmentIds):
         return SegmentIds(nn.broadcast)  # type: ignore[arg-type]  # a tree of axes, not of arrays
+    if isinstance(memory, UnslicedLayer):
+        return UnslicedLayer(nn.broadcast, 0)  # type: ignore[arg-type]
     if isinstance(memory, Fork):
         return Fork(_per_layer(memory.prefix), _per_layer(memory.own))
     return KVCache(0, 0, nn.broadcast, nn.broadcast)  # type: ignore[arg-type]
@@ -149,19 +152,23 @@ class Transformer(nn.Module):
         position_BL = first_B[:, None] + jnp.arange(num_new)
         angle_BLA = rotary_angles(position_BL, config.head_size, config.rope_theta)
         writes_one_chunk = isinstance(memory, KVCache) and num_new == 1
+        read: Memory | UnslicedLayer | None = None if memory is None else memory.for_layers()
+        is_on_cpu = target_device().platform == "cpu"
+        if isinstance(memory, KVCache) and num_new == 1 and memory.key.size and is_on_cpu:
+            read = UnslicedLayer(memory, jnp.arange(config.num_layers))
         kept = _KEPT[config.remat]
         block = Block if kept is None else nn.remat(Block, prevent_cse=False, policy=kept)
         layers = nn.scan(
             block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(_per_layer(memory), nn.broadcast),
+            in_axes=(_per_layer(read), nn.broadcast),
             length=config.num_layers,
             unroll=unrolled(config.num_layers) if writes_one_chunk else 1,
         )(config, self.dtype, name="layers")
         with jax.named_scope("backbone"):
             x_BLD = constrain(x_BLD.astype(self.dtype))
-            x_BLD, written = layers(x_BLD, memory, angle_BLA)
+            x_BLD, written = layers(x_BLD, read, angle_BLA)
             # The new keys and values are made to depend on the result, after which the cache is not read any more: XLA's CPU
             # backend would otherwise copy the whole cache before it writes them into it.
             written = jax.tree.map(lambda x_BLGA: x_BLGA + 0 * x_BLD[..., :1, None], written)

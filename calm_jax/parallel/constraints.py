@@ -124,14 +124,32 @@ def constrain_groups(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec("data", "fsdp"))
 
 
+def has_few_rows(x: jax.Array) -> bool:
+    """Whether the products of activations [..., features] have so few rows that reading the kernels takes most of their time."""
+    return math.prod(x.shape[:-1]) <= _FEW_ROWS
+
+
+def matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`x @ kernel`, in the way that the devices compute fast: activations [..., I] and a matrix [I, O]."""
+    return _flat_product(x, kernel, 1) if _is_one_cpu() else x @ kernel
+
+
+def _is_one_cpu() -> bool:
+    return _ways() == 1 and target_device().platform == "cpu"
+
+
 def _flat_product(x: jax.Array, kernel: jax.Array, num_contracted: int) -> jax.Array:
-    """The product over the last axes of `x` and the first of `kernel`, as one product of two matrices."""
+    """The product over the last axes of `x` and the first of `kernel`, as one product of two matrices; for CPUs."""
     kept, features = x.shape[: x.ndim - num_contracted], kernel.shape[num_contracted:]
     size = math.prod(kernel.shape[:num_contracted])
     if math.prod(kept) <= _FEW_ROWS:
         kernel = jax.lax.optimization_barrier(kernel)
-    result = _matrix_product(x.reshape(-1, size), kernel.reshape(size, -1))
-    return result.reshape(*kept, *features)
+    x = x.reshape(-1, size)
+    if len(x) == 1:
+        # XLA's CPU backend computes the product of a single row by scalar loops, ten times slower than that of two rows.
+        x = jax.numpy.pad(x, ((0, 1), (0, 0)))
+    result = _matrix_product(x, kernel.reshape(size, -1))
+    return result[: math.prod(kept)].reshape(*kept, *features)
 
 
 @jax.custom_vjp
@@ -204,8 +222,7 @@ def product(
         of_x, of_kernel = map(tuple, dimension_numbers[0])
         size = len(of_x)
         is_plain = of_x == tuple(range(x.ndim - size, x.ndim)) and of_kernel == tuple(range(size))
-        on_cpu = _ways() == 1 and target_device().platform == "cpu"
-        if is_plain and on_cpu and precision is None:
+        if is_plain and precision is None and _is_one_cpu():
             return _flat_product(x, kernel, size)
         return jax.lax.dot_general(x, kernel, dimension_numbers, precision)
 

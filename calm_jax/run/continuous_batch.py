@@ -196,7 +196,7 @@ class ContinuousBatch:
             # All places are free: the prompts are in the first ones.
             self._state = with_room(new, num_places, self._cache_size)
         else:
-            if self._state.cache.key.shape[2] < self._cache_size:
+            if self._state.cache.key.shape[3] < self._cache_size:
                 self._state = with_room(self._state, num_places, self._cache_size)
             place_M = np.full(len(new.h), num_places, np.int32)
             place_M[: len(prompts)] = free[: len(prompts)]

@@ -56,8 +56,8 @@ def _split_over_devices(state: State) -> State:
     """Splits the rows over the devices of the mesh, and the heads of the cache over `tensor`; nothing without a mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return state
-    _, batch, _, num_kv_heads, _ = state.cache.key.shape
-    spec = PartitionSpec(None, rows_spec(batch), None, tensor_spec(num_kv_heads), None)
+    _, batch, num_kv_heads, _, _ = state.cache.key.shape
+    spec = PartitionSpec(None, rows_spec(batch), tensor_spec(num_kv_heads), None, None)
     key, value = jax.lax.with_sharding_constraint((state.cache.key, state.cache.value), spec)
     return state._replace(h=constrain(state.h), cache=state.cache._replace(key=key, value=value))
 
@@ -71,7 +71,7 @@ def _padded(cache: KVCache, batch: int, size: int) -> KVCache:
     """A cache of `batch` rows and `size` places: the given one, none of whose rows has outgrown it, and zeros."""
 
     def cached(x: Array) -> Array:
-        return _filled(x, x.shape[0], batch, size, *x.shape[3:])
+        return _filled(x, x.shape[0], batch, x.shape[2], size, x.shape[4])
 
     return cache._replace(
         key=cached(cache.key), value=cached(cache.value), length=_filled(cache.length, batch)
@@ -228,7 +228,7 @@ def insert(state: State, new: State, row_M: Array) -> State:
     def cached(x: Array, new: Array) -> Array:
         # The whole row is replaced: what the row's last text left behind is gone.
         room = [(0, 0)] * x.ndim
-        room[2] = (0, x.shape[2] - new.shape[2])
+        room[3] = (0, x.shape[3] - new.shape[3])
         return x.at[:, row_M].set(jnp.pad(new, room), mode="drop")
 
     cache = state.cache._replace(

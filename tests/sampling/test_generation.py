@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from calm_jax.errors import UserError
-from calm_jax.models import attention
+from calm_jax.models import attention, kv_cache
 from calm_jax.models.kv_cache import KVCache
 from calm_jax.planning import hlo, memory_traffic
 from calm_jax.sampling import decode
@@ -97,7 +97,8 @@ def toy_advance(tokens_BLK, cache):
     position_BL = cache.length[:, None] + jnp.arange(tokens_BLK.shape[1])
     weighted_BLK = tokens_BLK * weight_of(position_BL[..., None], jnp.arange(CHUNK))
     new = weighted_BLK[..., None]
-    layer = cache._replace(key=cache.key[0], value=cache.value[0])
+    layer = cache.for_layers()
+    layer = layer._replace(key=layer.key[0], value=layer.value[0])
     h_BL = sum(
         jnp.where(seen_BLS, key_BSKA.sum((2, 3))[:, None], 0).sum(-1)
         for key_BSKA, _, seen_BLS in layer.parts(new, new)
@@ -519,8 +520,9 @@ def test_the_compiled_loop_writes_into_the_cache_in_place():
     found = memory_traffic.operations(hlo.Program.of(compiled.as_text()))
     whole = state.cache.key.size * state.cache.key.dtype.itemsize
     assert {one.name: one.written for one in found if one.written >= whole} == {}
-    # Each layer's keys are read, from the whole cache.
-    assert max(one.read for one in found) * made.config.lm.model.num_layers >= whole
+    # On a CPU each layer reads the cache in blocks.
+    block = whole // made.config.lm.model.num_layers * kv_cache.BLOCK // size
+    assert max(one.read for one in found) >= block
 
 
 def test_every_key_of_the_sample_config_is_tested():

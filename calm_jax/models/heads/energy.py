@@ -19,7 +19,13 @@ from jax.typing import DTypeLike
 from calm_jax.errors import UserError, require_at_least
 from calm_jax.losses import Posterior, Target, decoded_brier, energy_score
 from calm_jax.models.layers import layer_norm, linear, linear_in_float32, normal_init
-from calm_jax.parallel.constraints import constrain, gathered_kernel
+from calm_jax.parallel.constraints import (
+    constrain,
+    gathered_kernel,
+    has_few_rows,
+    matrix_product,
+    unrolled,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +80,8 @@ class NoiseBlock(nn.Module):
         bias = self.param("input_bias", nn.initializers.zeros, (width,)).astype(self.dtype)
         normed_PND = layer_norm(self.norm_epsilon, self.dtype, "norm")(x_PND)
         kernel = gathered_kernel(kernel)
-        once_PD = condition_PD @ kernel[width:] + bias
-        a_PND = nn.silu(normed_PND @ kernel[:width] + once_PD[:, None])
+        once_PD = matrix_product(condition_PD, kernel[width:]) + bias
+        a_PND = nn.silu(matrix_product(normed_PND, kernel[:width]) + once_PD[:, None])
         a_PND = nn.silu(linear(width, self.dtype, "hidden")(a_PND))
         gate, up = jnp.split(linear(2 * width, self.dtype, "gate_up")(a_PND), 2, axis=-1)
         return constrain(x_PND + linear(width, self.dtype, "down")(nn.silu(gate) * up)), None
@@ -117,6 +123,7 @@ class EnergyHead(nn.Module):
                 split_rngs={"params": True},
                 in_axes=nn.broadcast,
                 length=self.config.num_blocks,
+                unroll=unrolled(self.config.num_blocks) if has_few_rows(x_PND) else 1,
             )(epsilon, dtype, name="blocks")
             x_PND, _ = blocks(x_PND, condition_PD)
             x_PND = layer_norm(epsilon, dtype, "output_norm")(x_PND)
