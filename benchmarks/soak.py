@@ -46,6 +46,8 @@ _JOBS = flags.DEFINE_list("jobs", ["train", "serve", "prepare"], "what to run, o
 _ROOT = pathlib.Path(__file__).parent.parent
 _EVERY = 10.0
 _CLIENTS = 16
+# Seconds that a client waits; the server answers after 600 s at the latest.
+_PATIENCE = 660
 # Between two checkpoints of the training.
 _STEPS = 20
 
@@ -150,7 +152,7 @@ def _train(soak: _Soak) -> None:
 
 def _ask(address: str, chance: random.Random) -> tuple[str, str] | None:
     """A request and its answer; None for one whose client goes away. Raises `AssertionError` for a wrong answer."""
-    connection = http.client.HTTPConnection(address, timeout=120)
+    connection = http.client.HTTPConnection(address, timeout=_PATIENCE)
     is_vanishing = chance.random() < 1 / 3
     prompt = "def " * chance.randint(1, 8)
     body = {

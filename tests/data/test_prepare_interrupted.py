@@ -7,10 +7,12 @@ import random
 import signal
 import subprocess
 import time
+import types
 
 import psutil
 import pytest
 
+from calm_jax.data.prepare.preparation import _runs
 from calm_jax.data.shards import PreparedText
 from calm_jax.data.tokenizers import TokenizerConfig, make_tokenizer
 from tests.data.preparing import contents, frames, json_lines, prepared, random_texts
@@ -41,6 +43,13 @@ def large(tmp_path_factory) -> tuple[list[str], dict[str, bytes]]:
     prepared(folder / "loop", files, tokenizer, shard_characters=100_000)
     given = [f"--input={','.join(map(str, files))}", f"--tokenizer={model}"]
     return [*given, "--shard_characters=100000"], contents(folder / "loop")
+
+
+def test_shards_are_divided_into_tasks_also_while_no_worker_is_there():
+    """As between the passes, when the workers were killed and new ones have not come yet."""
+    layout = types.SimpleNamespace(bounds=range(20), can_begin_at=lambda bound: bound == 0)
+    assert _runs(layout, range(20), 0) == [(0, 8), (8, 16), (16, 20)]
+    assert len(_runs(layout, range(20), 4)) == 7
 
 
 def wait_until(happens, seconds: float = 60) -> None:

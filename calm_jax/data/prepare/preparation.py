@@ -91,9 +91,10 @@ def _runs(layout: Layout, numbers: Sequence[int], num_workers: int) -> list[tupl
     """Divides shards into tasks, each a run of shards from the first to the last (exclusive).
 
     Where reading can begin at a shard, that shard is a task. Within a compressed file, which has to be decompressed from its
-    beginning, a task makes several shards in one reading, but few enough that all workers get tasks.
+    beginning, a task makes several shards in one reading, but few enough that all workers get tasks. `num_workers` is 0 while
+    the only workers, which were killed, are being replaced.
     """
-    longest = min(_MOST_SHARDS, -(-len(numbers) // (2 * num_workers)))
+    longest = min(_MOST_SHARDS, -(-len(numbers) // (2 * max(1, num_workers))))
     runs: list[tuple[int, int]] = []
     for number in numbers:
         follows = runs and runs[-1][1] == number and not layout.can_begin_at(layout.bounds[number])
