@@ -10,7 +10,7 @@ nbformat = pytest.importorskip("nbformat", reason="notebooks need nbformat (in t
 
 NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
 # How many pictures each notebook draws.
-PICTURES = {"quickstart": 1, "sampling": 4, "pretrained": 1}
+PICTURES = {"quickstart": 1, "sampling": 4, "pretrained": 1, "compare": 1}
 
 
 @pytest.fixture(scope="module")
