@@ -24,7 +24,7 @@ def make_autoencoder_task(config: Config, tokenizer: Tokenizer | Vocabulary) -> 
         config.chunk_size,
         jnp.dtype(config.compute_dtype),
     )
-    return AutoencoderTask(model, tokenizer.pad_id)
+    return AutoencoderTask(model, tokenizer.pad_id, config.autoencoder.random_chunks)
 
 
 def make_lm_task(config: Config, tokenizer: Tokenizer | Vocabulary, protocol: Protocol) -> LmTask:

@@ -36,14 +36,16 @@ class AutoencoderStage:
 
     checkpoint: str
     min_accuracy: float
+    random_chunks: float
     model: AutoencoderConfig
     data: BlockConfig
     optimizer: OptimizerConfig
     training: TrainingConfig
 
     def __post_init__(self):
-        if not 0 <= self.min_accuracy <= 1:
-            raise UserError(f"autoencoder.min_accuracy={self.min_accuracy} must be in [0, 1]")
+        for name in ("min_accuracy", "random_chunks"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"autoencoder.{name}={getattr(self, name)} must be in [0, 1]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +171,7 @@ class Config:
 
 # Keys that older versions did not have, with the value that stands for what those did: their workdirs stay readable.
 _ADDED: dict[str, Any] = {
+    "autoencoder.random_chunks": 0.0,
     "lm.head.decoded_brier_weight": 0.0,
     "lm.head.decoded_brier_delay": 0,
     "lm.token_loss_weight": 0.0,
@@ -288,6 +291,7 @@ _TRAINING_KEYS = (
     "data.",
     "init_from",
     "autoencoder.checkpoint",
+    "autoencoder.random_chunks",
     "autoencoder.data.",
     "autoencoder.training.batch_size",
     "lm.data.",

@@ -81,6 +81,10 @@ def get_config() -> ConfigDict:
     # Stage 2 refuses to start if the autoencoder reconstructs a smaller fraction of validation tokens from sampled latents
     # (published autoencoder: over 0.999).
     config.autoencoder.min_accuracy = 0.98
+    # Share of the chunks of a training batch that random ones replace (paper: 0): tokens of the block in random order, uniformly
+    # random tokens, and these with pads from a random place on, equally often. An autoencoder of one kind of text then
+    # reconstructs any text (docs/training.md).
+    config.autoencoder.random_chunks = 0.0
     config.autoencoder.model = _autoencoder_model()
     # Published: eos ends each document, and pads fill its last chunk.
     config.autoencoder.data = _blocks(2048, append_eos=True, align_documents_to_chunks=True)

@@ -15,6 +15,7 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.tokenizer.kind = "sentencepiece"
     config.tokenizer.vocab_size = 512
 
+    config.autoencoder.random_chunks = 0.25
     model = config.autoencoder.model
     model.latent_size = 128
     model.hidden_size = 128
@@ -29,10 +30,10 @@ def get_config(arguments: str = "") -> ConfigDict:
     optimizer.schedule = "cosine"
     optimizer.weight_decay = 0.0
     training = config.autoencoder.training
-    training.num_steps = 4500
+    training.num_steps = 3500
     training.batch_size = 16
     training.log_every = 200
-    training.eval_every = 2250
+    training.eval_every = 1750
     training.checkpoint_every = 600
 
     model = config.lm.model
@@ -60,10 +61,10 @@ def get_config(arguments: str = "") -> ConfigDict:
     optimizer.warmup_steps = 50
     optimizer.schedule = "cosine"
     training = config.lm.training
-    training.num_steps = 1250
+    training.num_steps = 1400
     training.batch_size = 2
     training.log_every = 50
-    training.eval_every = 625
+    training.eval_every = 700
     training.checkpoint_every = 125
 
     config.eval.part_blocks = 32

@@ -213,6 +213,7 @@ BAD = [
     ("lm.model.rms_norm_epsilon", {"lm.model.rms_norm_epsilon": 0.0}),
     ("autoencoder.model.kl_weight", {"autoencoder.model.kl_weight": -1.0}),
     ("autoencoder.min_accuracy", {"autoencoder.min_accuracy": 2.0}),
+    ("autoencoder.random_chunks", {"autoencoder.random_chunks": -0.1}),
 ]
 
 

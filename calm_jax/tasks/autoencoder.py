@@ -15,12 +15,36 @@ from calm_jax.tasks.base import Batch, Metrics, Params, chunks, flatten, ratio, 
 from calm_jax.tasks.latents import COLLAPSED, Moments
 
 
+def with_random_chunks(
+    tokens_LK: Array, key: Array, share: float, vocab_size: int, pad_id: int
+) -> Array:
+    """Replaces a share of a row's chunks by random ones of three kinds, equally often: tokens of the row in random order,
+    uniformly random tokens, and these with pads from a random place on."""
+    num_chunks, size = tokens_LK.shape
+    kind_key, order_key, token_key, place_key = jax.random.split(key, 4)
+    shuffled_LK = jax.random.permutation(order_key, tokens_LK.reshape(-1)).reshape(tokens_LK.shape)
+    uniform_LK = jax.random.randint(token_key, tokens_LK.shape, 0, vocab_size)
+    end_L1 = jax.random.randint(place_key, (num_chunks, 1), 1, size + 1)
+    cut_LK = jnp.where(jnp.arange(size) < end_L1, uniform_LK, pad_id)
+    # 0, 1 and 2 are the kinds; chunks with more stay as they are.
+    kind_L1 = jnp.floor(3 / share * jax.random.uniform(kind_key, (num_chunks, 1)))
+    kinds = [kind_L1 == kind for kind in range(3)]
+    return jnp.select(kinds, [shuffled_LK, uniform_LK, cut_LK], tokens_LK)
+
+
 @dataclasses.dataclass(frozen=True)
 class AutoencoderTask:
-    """Stage 1: the autoencoder. Every chunk is a sample of its own; a row of a batch only groups them."""
+    """Stage 1: the autoencoder. Every chunk is a sample of its own; a row of a batch only groups them.
+
+    Attributes:
+        model: the autoencoder.
+        pad_id: the token that fills chunks up.
+        random_chunks: the share of a training batch's chunks that random ones replace (`autoencoder.random_chunks`).
+    """
 
     model: Autoencoder
     pad_id: int
+    random_chunks: float = 0.0
 
     def init(self, key: Array) -> Params:
         """See `Task.init`."""
@@ -32,6 +56,14 @@ class AutoencoderTask:
     ) -> Metrics:
         """Metrics per chunk, of chunks without a masked token: `loss`, `cross_entropy` (nats per token), `kl` (nats)."""
         tokens_BLK, targets_BLK = chunks(batch, self.model.chunk_size)
+        if self.random_chunks:
+            key_B2 = split_keys(key_B, 2)
+            random_key_B, key_B = key_B2[:, 0], key_B2[:, 1]
+            tokens_BLK = jax.vmap(
+                lambda tokens_LK, key: with_random_chunks(
+                    tokens_LK, key, self.random_chunks, self.model.vocab_size, self.pad_id
+                )
+            )(tokens_BLK, random_key_B)
         key_BL = split_keys(key_B, tokens_BLK.shape[1])
         noise = self.model.draw_noise(flatten(key_BL))
         ce_PK: Any
