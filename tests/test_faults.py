@@ -135,7 +135,8 @@ def test_commands_that_are_disturbed_lose_nothing(tmp_path):
     for more in (
         ("--jobs=train", "--faults=cut"),
         ("--jobs=export", "--faults=kill,two,orphan"),
-        ("--jobs=serve,pair", "--faults=kill"),
+        ("--jobs=serve", "--faults=kill"),
+        ("--jobs=pair", "--faults=kill"),
     ):
         run(*command, *more, env=env)
     records = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]

@@ -1,6 +1,7 @@
 """The command verify: the golden numbers agree, every kind of difference fails, and a damaged golden set is one line."""
 
 import json
+import os
 import re
 import shutil
 
@@ -286,6 +287,12 @@ def assert_fails(folder, capsys, *parts):
 def test_a_damaged_npz_file_fails(content, copied, capsys):
     folder = copied("temperature")
     (folder / "ae_k1.npz").write_bytes(content)
+    assert_fails(folder, capsys, "ae_k1.npz", "cannot be read")
+
+
+def test_a_pipe_in_the_place_of_an_npz_file_fails(copied, capsys):
+    folder = copied("temperature")
+    os.mkfifo(folder / "ae_k1.npz")
     assert_fails(folder, capsys, "ae_k1.npz", "cannot be read")
 
 

@@ -1,6 +1,7 @@
 """Compares every recorded case of a folder with what is computed here, and prints the errors."""
 
 import dataclasses
+import io
 import pathlib
 import re
 import zipfile
@@ -13,6 +14,7 @@ import rich.table
 from jax.typing import ArrayLike
 
 from calm_jax.cli import progress
+from calm_jax.cli.files import read_file
 from calm_jax.errors import UserError
 from calm_jax.interop.parity import cases
 from calm_jax.interop.parity.recorded import Arrays, Comparisons, Missing, MissingArray
@@ -73,7 +75,7 @@ def _compared(folder: pathlib.Path, case: str, run: Callable[..., Comparisons]) 
     """A row for each quantity of a case, and a failed one for each thing that keeps quantities from being compared."""
     file = folder / f"{case}.npz"
     try:
-        with np.load(file) as golden:
+        with np.load(io.BytesIO(read_file(file))) as golden:
             arrays = Arrays({name: golden[name] for name in golden.files})
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         yield _failed(case, f"{file} cannot be read ({error})")
