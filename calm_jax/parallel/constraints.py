@@ -130,8 +130,11 @@ def has_few_rows(x: jax.Array) -> bool:
 
 
 def matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`x @ kernel`, in the way that the devices compute fast: activations [..., I] and a matrix [I, O]."""
-    return _flat_product(x, kernel, 1) if _is_one_cpu() else x @ kernel
+    """`x @ kernel`, activations [..., I] and a matrix [I, O], in a way that CPUs compute fast for few rows.
+
+    With many rows it makes a training step on a CPU 15 % slower.
+    """
+    return _flat_product(x, kernel, 1) if has_few_rows(x) and _is_one_cpu() else x @ kernel
 
 
 def _is_one_cpu() -> bool:
