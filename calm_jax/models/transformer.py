@@ -151,11 +151,12 @@ class Transformer(nn.Module):
         first_B = jnp.zeros(batch, jnp.int32) if memory is None else memory.next_position()
         position_BL = first_B[:, None] + jnp.arange(num_new)
         angle_BLA = rotary_angles(position_BL, config.head_size, config.rope_theta)
-        writes_one_chunk = isinstance(memory, KVCache) and num_new == 1
         read: Memory | UnslicedLayer | None = None if memory is None else memory.for_layers()
-        is_on_cpu = target_device().platform == "cpu"
-        if isinstance(memory, KVCache) and num_new == 1 and memory.key.size and is_on_cpu:
-            read = UnslicedLayer(memory, jnp.arange(config.num_layers))
+        unroll = 1
+        if isinstance(memory, KVCache) and num_new == 1:
+            unroll = unrolled(config.num_layers)
+            if memory.key.size and target_device().platform == "cpu":
+                read = UnslicedLayer(memory, jnp.arange(config.num_layers))
         kept = _KEPT[config.remat]
         block = Block if kept is None else nn.remat(Block, prevent_cse=False, policy=kept)
         layers = nn.scan(
@@ -164,7 +165,7 @@ class Transformer(nn.Module):
             split_rngs={"params": True},
             in_axes=(_per_layer(read), nn.broadcast),
             length=config.num_layers,
-            unroll=unrolled(config.num_layers) if writes_one_chunk else 1,
+            unroll=unroll,
         )(config, self.dtype, name="layers")
         with jax.named_scope("backbone"):
             x_BLD = constrain(x_BLD.astype(self.dtype))

@@ -145,9 +145,9 @@ def _flat_product(x: jax.Array, kernel: jax.Array, num_contracted: int) -> jax.A
     """The product over the last axes of `x` and the first of `kernel`, as one product of two matrices; for CPUs."""
     kept, features = x.shape[: x.ndim - num_contracted], kernel.shape[num_contracted:]
     size = math.prod(kernel.shape[:num_contracted])
-    if math.prod(kept) <= _FEW_ROWS:
-        kernel = jax.lax.optimization_barrier(kernel)
     x = x.reshape(-1, size)
+    if has_few_rows(x):
+        kernel = jax.lax.optimization_barrier(kernel)
     if len(x) == 1:
         # XLA's CPU backend computes the product of a single row by scalar loops, ten times slower than that of two rows.
         x = jax.numpy.pad(x, ((0, 1), (0, 0)))
