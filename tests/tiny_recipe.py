@@ -27,8 +27,6 @@ def get_config(arguments: str) -> ConfigDict:
     config.autoencoder.data.block_tokens = 32
     for stage in (config.autoencoder, config.lm):
         stage.optimizer.warmup_steps = 2
-        # High, so that samples differ from each other after a dozen steps.
-        stage.optimizer.learning_rate = 0.02
         stage.training.num_steps = 12
         stage.training.batch_size = 4
         stage.training.log_every = 4
@@ -36,6 +34,9 @@ def get_config(arguments: str) -> ConfigDict:
         stage.training.checkpoint_every = 5
         # Given, so that nothing is compiled to choose it.
         stage.training.accumulation_steps = 1
+    # Low, so that texts differ: a decoder that has learnt only a little writes the most frequent byte for every latent.
+    config.autoencoder.optimizer.learning_rate = 0.001
+    config.lm.optimizer.learning_rate = 0.02
     config.eval.part_blocks = 3
     # Small, so that compiling is fast.
     config.sample.num_candidates = 8

@@ -184,6 +184,10 @@ def _initialize(
             f"process{who} {where}: JAX's distributed runtime cannot start ({reason}); give --coordinator=HOST:PORT, "
             "--num_processes and --process_id, or --distributed=off for one"
         ) from error
+    if jax.default_backend() == "cpu" and multihost.is_multiprocess():
+        # On CPUs process 0 alone finds its programs in the cache, and a program from the cache does not keep the order of its
+        # collectives, which then meet others than their own in the process that has compiled its own (jaxlib 0.10.1).
+        jax.config.update("jax_enable_compilation_cache", False)
     if not multihost.is_primary():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
