@@ -9,10 +9,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from absl import flags
-from ml_collections import config_flags
 
 from calm_jax.cli import progress
 from calm_jax.cli.files import write_atomically
+from calm_jax.cli.flags import define_recipe
 from calm_jax.config import Config, resolve
 from calm_jax.cost import flops
 from calm_jax.errors import UserError
@@ -30,12 +30,12 @@ def config_of(words: Sequence[str]) -> Config:
     """The config that flags of `calm_jax.main` make. Raises `UserError` for a flag or a value that is wrong."""
     if not any(word.startswith("--config=") for word in words):
         raise UserError("--config=RECIPE is missing")
-    given = flags.FlagValues()
+    argv, given = ["", *words], flags.FlagValues()
     try:
-        config_flags.DEFINE_config_file("config", flag_values=given, sys_argv=["", *words])
-        given(["", *words])
+        define_recipe("the arm's recipe", given, argv)
+        given(argv)
         return resolve(given.config)
-    except (flags.Error, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(" ".join(str(error).split())) from error
 
 

@@ -8,7 +8,7 @@ import os
 import pathlib
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -75,15 +75,31 @@ def parse_config_flags(config: ConfigDict) -> Callable[[list[str]], list[str]]:
     return parse
 
 
-def define_recipe(help_text: str) -> flags.FlagHolder[ConfigDict | None]:
-    """Defines `--config=FILE[:ARGUMENT]`, which names a recipe, and `--config.KEY=VALUE`, which change its keys."""
-    holder = config_flags.DEFINE_config_file("config", None, help_text)
-    flags.FLAGS["config"].parser = _RecipeParser()
+def define_recipe(
+    help_text: str,
+    values: flags.FlagValues = flags.FLAGS,
+    argv: Sequence[str] | None = None,
+) -> flags.FlagHolder[ConfigDict | None]:
+    """Defines `--config=FILE[:ARGUMENT]`, which names a recipe, and `--config.KEY=VALUE`, which change its keys.
+
+    Args:
+      help_text: of `--config`.
+      values: the flags to define it among.
+      argv: what they will be parsed from, a command's name and its arguments; None: `sys.argv`.
+    """
+    words = sys.argv if argv is None else list(argv)
+    holder = config_flags.DEFINE_config_file(
+        "config", None, help_text, flag_values=values, sys_argv=words
+    )
+    values["config"].parser = _RecipeParser(words)
     return holder
 
 
 class _RecipeParser(flags.ArgumentParser):
     """Executes a recipe. All that is wrong with it is a `UserError`, where the library would show a traceback."""
+
+    def __init__(self, argv: Sequence[str]):
+        self._argv = argv
 
     def parse(self, recipe_flag: str) -> ConfigDict:
         file, *argument = recipe_flag.split(":", 1)
@@ -104,12 +120,12 @@ class _RecipeParser(flags.ArgumentParser):
             raise UserError(
                 f"--config={recipe_flag}: get_config() returns {kind}, not a ConfigDict"
             )
-        # The flag itself reads the changed keys of sys.argv, too.
-        _check_keys(sys.argv, config)
+        # The flag itself reads the changed keys of these words, too.
+        _check_keys(self._argv, config)
         return config.lock()
 
 
-def _check_keys(argv: list[str], config: ConfigDict) -> None:
+def _check_keys(argv: Sequence[str], config: ConfigDict) -> None:
     """Raises `UserError` for the first `--config.KEY` that `config` does not have, with a similar key."""
     for arg in argv:
         name = arg.partition("=")[0]

@@ -1,7 +1,9 @@
 """Stubs of the commands that the scripts of launch/ call; they record their calls."""
 
+import functools
 import pathlib
 import shlex
+import signal
 import subprocess
 import time
 
@@ -71,6 +73,8 @@ class Stubs:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=new_session,
+            # Bash cannot trap a signal that was ignored when it began, and nohup ignores this one.
+            preexec_fn=functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
         )
 
     def run(self, script: str, *flags: str, **environment: str) -> tuple[int, str]:
