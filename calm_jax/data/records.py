@@ -8,9 +8,6 @@ import numpy as np
 from calm_jax.data.packing import BlockConfig, Blocks, cut_blocks, filled_blocks
 from calm_jax.data.tokenizers import Tokenizer
 
-# Blocks of records are a multiple of this many chunks long: attention and matrix units prefer round numbers.
-_RECORD_CHUNKS = 16
-
 
 def _completion(ids: np.ndarray, tokenizer: Tokenizer, chunk_size: int) -> np.ndarray:
     """A completion's tokens, eos, and pads up to a whole number of chunks."""
@@ -48,7 +45,7 @@ def pack_records(
     A block is pads, bos, prompt, completion, eos, pads. The first pads let the completion begin on a chunk boundary, the
     last ones fill its last chunk. Targets are the completion, eos and the pads of that chunk.
 
-    Blocks are as long as the longest record, rounded up to a multiple of 16 chunks, and at most `config.block_tokens`.
+    Blocks are as long as the longest record, and at most `config.block_tokens`.
 
     Args:
         names: a name of each record.
@@ -73,7 +70,6 @@ def pack_records(
             continue
         rows.append(row)
         given.append(front + 1 + len(prompt))
-    longest = max(map(len, rows), default=0)
-    size = min(config.block_tokens, longest + -longest % (_RECORD_CHUNKS * chunk_size))
-    blocks = filled_blocks(rows, size, tokenizer.pad_id)
+    longest = max(map(len, rows), default=chunk_size)
+    blocks = filled_blocks(rows, longest, tokenizer.pad_id)
     return dataclasses.replace(blocks, num_given=np.asarray(given, int)), too_long
