@@ -1,7 +1,7 @@
 """The routes of the server, and the way of a request from its body to its answer.
 
 POST /v1/completions  OpenAI's completions, whole or as server-sent events
-GET /v1/models        the models, with the options of requests that do not name them
+GET /v1/models        the models, with the options of requests that do not name them; /v1/models/NAME is one of them
 GET /health           200 while the model's thread runs
 GET /metrics          Prometheus's text format
 GET /                 a page for people, page.html
@@ -91,6 +91,7 @@ def make_app(models: Mapping[str, Served], hosts: Sequence[str]) -> Starlette:
             Route("/", server.page),
             Route("/v1/completions", server.completions, methods=["POST"]),
             Route("/v1/models", server.models),
+            Route("/v1/models/{name:path}", server.model),
             Route("/health", server.health),
             Route("/metrics", server.show_metrics),
         ],
@@ -127,23 +128,29 @@ class _Server:
         return HTMLResponse(_PAGE, headers={"Content-Security-Policy": _POLICY})
 
     async def models(self, request: Request) -> Response:
-        about = [
-            {
-                "id": name,
-                "object": "model",
-                "created": self._began,
-                "owned_by": "calm_jax",
-                "calm": {
-                    "is_calm": one.generator.has_autoencoder,
-                    "chunk_size": one.generator.task.chunk_size,
-                    "samplers": list(SAMPLERS),
-                    "options": dataclasses.asdict(one.generator.options),
-                    "limits": dataclasses.asdict(one.limits),
-                },
-            }
-            for name, one in self._models.items()
-        ]
+        about = [self._about(name) for name in self._models]
         return JSONResponse({"object": "list", "data": about})
+
+    async def model(self, request: Request) -> Response:
+        name = asked_model({"model": request.path_params["name"]}, list(self._models))
+        return JSONResponse(self._about(name))
+
+    def _about(self, name: str) -> dict[str, Any]:
+        """A model in OpenAI's form, with its options and limits."""
+        one = self._models[name]
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._began,
+            "owned_by": "calm_jax",
+            "calm": {
+                "is_calm": one.generator.has_autoencoder,
+                "chunk_size": one.generator.task.chunk_size,
+                "samplers": list(SAMPLERS),
+                "options": dataclasses.asdict(one.generator.options),
+                "limits": dataclasses.asdict(one.limits),
+            },
+        }
 
     async def health(self, request: Request) -> Response:
         is_alive = all(engine.is_alive for engine in self._engines.values())

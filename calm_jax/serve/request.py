@@ -257,5 +257,6 @@ def _options(fields: dict[str, Any], generator: Generator, limits: Limits) -> Sa
 def refused(error: UserError) -> RequestError:
     """The answer to a request that the model cannot take."""
     message = str(error)
-    name = message.partition("=")[0]
+    # Messages begin with "temperature=2" or "prompt 0".
+    name = message.partition("=")[0].partition(" ")[0]
     return RequestError(400, message, name if name in _FIELDS else None)

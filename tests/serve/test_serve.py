@@ -221,7 +221,10 @@ def test_of_fifty_requests_at_once_none_is_lost_and_each_is_as_if_alone(port):
 
 
 def test_models_health_and_metrics(port):
-    assert [model.id for model in client(port).models.list()] == ["tiny"]
+    (listed,) = client(port).models.list()
+    assert listed.id == "tiny" and client(port).models.retrieve("tiny") == listed
+    with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
+        client(port).models.retrieve("other")
     assert send(port, b"", "/health", "GET")[::2] == (200, {"status": "ok"})
 
     def count(name):
@@ -332,6 +335,7 @@ def test_bad_requests_are_refused_with_status_400_and_a_reason(port, body, messa
     assert "Traceback" not in answer["error"]["message"]
     name = message.partition("=")[0].partition(" ")[0]
     assert answer["error"]["param"] in (None, "n", "prompt", name)
+    assert name != "prompt" or answer["error"]["param"] == "prompt"
     assert len(json.dumps(answer)) < 1000
 
 
