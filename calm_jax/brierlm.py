@@ -129,7 +129,12 @@ def _gives_text(name: str, references: Sequence[Reference]) -> bool:
     """Whether a --model can give texts alone."""
     if name.startswith("hf:"):
         return True
-    return not have_tokens_of(Workdir(pathlib.Path(name)).tokenizer, references)
+    workdir = Workdir(pathlib.Path(name))
+    if not workdir.exists:
+        raise UserError(
+            f"--model={name} is no workdir: the name of a Hugging Face model begins with hf: (hf:{name})"
+        )
+    return not have_tokens_of(workdir.tokenizer, references)
 
 
 def _draw(name: str, references: Sequence[Reference], as_text: bool) -> dict[str, list[Sample]]:

@@ -204,6 +204,7 @@ def test_the_command_refuses_before_it_samples_and_scores_texts_beside_texts(tmp
         (f"--output={tmp_path}/none/s.jsonl", "--overwrite"): "there is no such folder",
         (floor, f"--tokenizer={other}"): "is not the tokenizer of --config's run",
         (f"--model={other}",): "give --tokenizer",
+        ("--model=gpt2",): "a Hugging Face model begins with hf: (hf:gpt2)",
         (f"--model={other}", f"--samples={output}"): "holds tokens",
     }.items():
         assert message in run(*model, *flags, status=2)
