@@ -16,6 +16,7 @@ from calm_jax.config import resolve
 from calm_jax.data.tokenizers import Vocabulary
 from calm_jax.errors import UserError
 from configs import ar_s, bench_small
+from tests.tiny_model import tiny
 from tests.workdirs import run
 
 TINY = "--config=tests/tiny_recipe.py:nothing"
@@ -293,12 +294,21 @@ def test_bad_flags_are_one_line(words, message):
         (["sampling", "--collisions=0.1,many"], "--collisions=many must be a number from 0 to 1"),
         (["sampling", "--collisions=-1"], "--collisions=-1 must be a number from 0 to 1"),
         (["sampling", "--batches=65"], "--batches=65 must be a whole number from 1 to --contexts="),
+        (["load"], "give the folder of a trained model"),
         (["conversion", "--recipe=ar_s"], "flag --recipe=ar_s: value should be one of <quickstart"),
     ],
 )
 def test_bad_flags_of_a_single_measurement_are_one_line(words, message):
-    name, flag = words
-    assert run(f"benchmarks.{name}", flag, status=2).startswith(f"error: {message}")
+    name, *flags = words
+    assert run(f"benchmarks.{name}", *flags, status=2).startswith(f"error: {message}")
+
+
+@pytest.mark.slow
+def test_requests_at_once_are_timed_and_compared_with_texts_alone(tmp_path):
+    tiny().save(tmp_path / "model")
+    flags = (f"--workdir={tmp_path / 'model'}", "--requests=8", "--max_tokens=6")
+    out = run("benchmarks.load", *flags)
+    assert "8 requests of 6 tokens at once" in out and "lost: 0; other than alone: 0" in out
 
 
 @pytest.mark.slow
