@@ -192,6 +192,8 @@ class Run:
                     )
             else:
                 way_out = "train it longer (autoencoder.training.num_steps), or lower that key"
+            # The curves show what more steps may bring.
+            multihost.write_once(lambda: web_report.try_to_write(self.workdir))
             raise multihost.AgreedError(
                 f"the autoencoder gets {accuracy:.2%} of the held-out tokens right, less than autoencoder.min_accuracy="
                 f"{least}: {way_out}"

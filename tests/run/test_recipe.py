@@ -294,7 +294,9 @@ def test_autoencoder_checkpoint_takes_the_autoencoder_of_another_workdir(
 
 @pytest.mark.slow
 def test_stage_two_refuses_an_inaccurate_autoencoder(finished, text_glob):
+    """And leaves a report, which has the autoencoder's curves."""
     workdir, _ = finished
+    (workdir / "report.html").unlink()
     error = train(
         text_glob,
         workdir,
@@ -303,6 +305,7 @@ def test_stage_two_refuses_an_inaccurate_autoencoder(finished, text_glob):
         status=2,
     )
     assert "autoencoder.min_accuracy=0.98" in error
+    assert (workdir / "report.html").exists()
 
 
 @pytest.mark.slow
