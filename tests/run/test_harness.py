@@ -114,6 +114,34 @@ def test_the_command_scores_two_tasks_by_the_texts_of_the_generator(folder, monk
     assert error == "error: Tasks not found: nothing"
 
 
+def test_a_run_is_fine_tuned_on_records_and_scored_by_exact_match(finished, tmp_path, monkeypatch):
+    """The documented commands, on sums that all have the same answer, which is learnt in seconds."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data, scores = tmp_path / "sums.jsonl", tmp_path / "scores"
+    sums = [{"prompt": f"{a} + {7 - a} = ", "completion": "7\n", "answer": "7"} for a in range(8)]
+    data.write_text("".join(json.dumps(one) + "\n" for one in sums * 3))
+    few = [
+        f"--config.{stage}.{key}"
+        for stage, rate in (("autoencoder", 0.02), ("lm", 0.01))
+        for key in (
+            "training.num_steps=100",
+            "training.batch_size=8",
+            f"optimizer.learning_rate={rate}",
+        )
+    ]
+    recipe = (f"--config=configs/finetune.py:{finished[0]}", f"--config.data.train_files={data}")
+    run("calm_jax.main", *recipe, "--config.stage=all", f"--workdir={tmp_path / 'run'}", *few)
+    generation = '{until: ["\\n"], do_sample: true, temperature: 0.5, max_gen_toks: 8}'
+    task = TASK.format(name="sums", data=data, output_type="generate_until", generation=generation)
+    (tmp_path / "sums.yaml").write_text(task)
+    model = ("--model", "calm_jax", "--model_args", f"workdir={tmp_path / 'run'}")
+    asked = ("--tasks", "sums", "--include_path", str(tmp_path), "--batch_size", "8")
+    run("calm_jax.lm_eval", *model, *asked, "--output_path", str(scores))
+    [path] = scores.rglob("results_*.json")
+    assert json.loads(path.read_text())["results"]["sums"]["exact_match,none"] == 1
+
+
 def test_the_texts_of_a_task_do_not_depend_on_other_tasks_or_the_batch_size(folder):
     model = HarnessModel(str(folder / "calm"))
     alone = [request(prompt, "one", max_gen_toks=9) for prompt in PROMPTS]
