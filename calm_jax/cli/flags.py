@@ -85,9 +85,9 @@ def define_recipe(
     Args:
       help_text: of `--config`.
       values: the flags to define it among.
-      argv: what they will be parsed from, a command's name and its arguments; None: `sys.argv`.
+      argv: what they will be parsed from, a command's name and its arguments; None: `sys.argv` as it will be then.
     """
-    words = sys.argv if argv is None else list(argv)
+    words = None if argv is None else list(argv)
     holder = config_flags.DEFINE_config_file(
         "config", None, help_text, flag_values=values, sys_argv=words
     )
@@ -98,7 +98,7 @@ def define_recipe(
 class _RecipeParser(flags.ArgumentParser):
     """Executes a recipe. All that is wrong with it is a `UserError`, where the library would show a traceback."""
 
-    def __init__(self, argv: Sequence[str]):
+    def __init__(self, argv: Sequence[str] | None):
         self._argv = argv
 
     def parse(self, recipe_flag: str) -> ConfigDict:
@@ -121,7 +121,7 @@ class _RecipeParser(flags.ArgumentParser):
                 f"--config={recipe_flag}: get_config() returns {kind}, not a ConfigDict"
             )
         # The flag itself reads the changed keys of these words, too.
-        _check_keys(self._argv, config)
+        _check_keys(sys.argv if self._argv is None else self._argv, config)
         return config.lock()
 
 
