@@ -1,6 +1,5 @@
 """Stubs of the commands that the scripts of launch/ call; they record their calls."""
 
-import functools
 import pathlib
 import shlex
 import signal
@@ -28,6 +27,12 @@ trap 'echo "saved" >> "$STUBS/calls"; exit 75' TERM
 echo $$ > "$STUBS/pid"
 for ((i = 0; i < 3000; i++)); do /bin/sleep 0.02; done
 """
+
+
+def _heed_signals() -> None:
+    """Bash cannot trap a signal that was ignored when it began, as nohup and jobs in the background of a script have some."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Stubs:
@@ -73,8 +78,7 @@ class Stubs:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=new_session,
-            # Bash cannot trap a signal that was ignored when it began, and nohup ignores this one.
-            preexec_fn=functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
+            preexec_fn=_heed_signals,
         )
 
     def run(self, script: str, *flags: str, **environment: str) -> tuple[int, str]:
