@@ -8,7 +8,7 @@ import os
 import pathlib
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -78,7 +78,7 @@ def parse_config_flags(config: ConfigDict) -> Callable[[list[str]], list[str]]:
 def define_recipe(
     help_text: str,
     values: flags.FlagValues = flags.FLAGS,
-    argv: Sequence[str] | None = None,
+    argv: list[str] | None = None,
 ) -> flags.FlagHolder[ConfigDict | None]:
     """Defines `--config=FILE[:ARGUMENT]`, which names a recipe, and `--config.KEY=VALUE`, which change its keys.
 
@@ -87,18 +87,17 @@ def define_recipe(
       values: the flags to define it among.
       argv: what they will be parsed from, a command's name and its arguments; None: `sys.argv` as it will be then.
     """
-    words = None if argv is None else list(argv)
     holder = config_flags.DEFINE_config_file(
-        "config", None, help_text, flag_values=values, sys_argv=words
+        "config", None, help_text, flag_values=values, sys_argv=argv
     )
-    values["config"].parser = _RecipeParser(words)
+    values["config"].parser = _RecipeParser(argv)
     return holder
 
 
 class _RecipeParser(flags.ArgumentParser):
     """Executes a recipe. All that is wrong with it is a `UserError`, where the library would show a traceback."""
 
-    def __init__(self, argv: Sequence[str] | None):
+    def __init__(self, argv: list[str] | None):
         self._argv = argv
 
     def parse(self, recipe_flag: str) -> ConfigDict:
@@ -125,7 +124,7 @@ class _RecipeParser(flags.ArgumentParser):
         return config.lock()
 
 
-def _check_keys(argv: Sequence[str], config: ConfigDict) -> None:
+def _check_keys(argv: list[str], config: ConfigDict) -> None:
     """Raises `UserError` for the first `--config.KEY` that `config` does not have, with a similar key."""
     for arg in argv:
         name = arg.partition("=")[0]
