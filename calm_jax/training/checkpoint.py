@@ -16,6 +16,7 @@ from calm_jax.parallel import multihost
 from calm_jax.parallel.mesh import shardings
 from calm_jax.parallel.multihost import AgreedError
 from calm_jax.training.checksums import checksums
+from calm_jax.training.clock import ends_if_set_back
 
 # The items of a checkpoint. Parameters are an item of their own, so that they load without the optimizer.
 _PARAMS, _TRAINING, _ABOUT = "params", "training", "about"
@@ -120,14 +121,17 @@ class Checkpointer:
             _ABOUT: ocp.args.JsonSave(_signed(about, {_PARAMS: params, _TRAINING: training})),
         }
         try:
-            self._manager.save(step, args=ocp.args.Composite(**items))
+            # A save waits for the one before.
+            with ends_if_set_back(str(self.folder)):
+                self._manager.save(step, args=ocp.args.Composite(**items))
         except (OSError, ValueError, RuntimeError) as error:
             raise _cannot_write(self.folder, error) from error
 
     def wait(self) -> None:
         """Returns when every started save is complete on disk; raises `UserError` if one failed."""
         try:
-            self._manager.wait_until_finished()
+            with ends_if_set_back(str(self.folder)):
+                self._manager.wait_until_finished()
         except (OSError, ValueError, RuntimeError) as error:
             raise _cannot_write(self.folder, error) from error
 
@@ -161,7 +165,8 @@ class Checkpointer:
             return self._manager.restore(self.latest_step, args=items)[_ABOUT]
 
     def close(self) -> None:
-        self._manager.close()
+        with ends_if_set_back(str(self.folder)):
+            self._manager.close()
 
 
 def _cannot_write(folder: pathlib.Path, error: Exception) -> UserError:
