@@ -1,4 +1,7 @@
-"""Bounded reads of regular files, and atomic writes: a file or folder appears under its name only when it is complete."""
+"""Bounded reads of regular files, and atomic writes: a file or folder appears under its name only when it is complete.
+
+What is written here does not follow symbolic links: a folder of somebody else may hold links to files that are not its own.
+"""
 
 import errno
 import json
@@ -116,11 +119,28 @@ def write_atomically(path: pathlib.Path, content: str | bytes, tag: str = "") ->
     """
     unfinished = path.with_name(f"{path.name}{tag}.tmp")
     with os_errors(path, "written"):
-        with open(unfinished, "wb") as file:
+        # What a killed command left, or a link or pipe.
+        unfinished.unlink(missing_ok=True)
+        with open(unfinished, "xb") as file:
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
+
+
+def append_line(path: pathlib.Path, line: str) -> None:
+    """Appends a line to a regular file, after the end of the line before it, which a full disk may have cut.
+
+    Raises `OSError` if it cannot be written, also for a symbolic link or a pipe.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(path, "a+b", opener=lambda name, _: os.open(name, flags, 0o666)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no file", str(path))
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else f"\n{line}"
+        file.write(f"{line}\n".encode())
 
 
 def refuse_existing(path: pathlib.Path) -> None:
@@ -160,6 +180,8 @@ def atomic_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
     refuse_existing(path)
     path = path.absolute()
     unfinished = path.with_name(f".{path.name}.unfinished")
+    if unfinished.is_symlink():
+        raise UserError(f"{unfinished}, where {flag}={path} is made, is a symbolic link: delete it")
     with owned(unfinished, f"{flag}={path}"):
         try:
             # Again, as its last owner may have made it just now.

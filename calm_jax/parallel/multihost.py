@@ -22,6 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from calm_jax.cli.files import write_atomically
 from calm_jax.errors import UserError
 
 # How long a process waits for others that still read text or write files.
@@ -173,9 +174,7 @@ def check_shared(folder: pathlib.Path) -> None:
                 )
             time.sleep(0.1)
 
-    if is_primary():
-        path.write_text(text, encoding="utf-8")
-    wait_for_all()
+    write_once(lambda: write_atomically(path, text))
     try:
         run_on_all(wait_for_text)
     finally:

@@ -1,5 +1,6 @@
 """The tables and the plot at the end of a run or an evaluation."""
 
+import io
 import json
 import pathlib
 import shlex
@@ -10,7 +11,7 @@ import rich.table
 import rich.text
 
 from calm_jax.cli import progress
-from calm_jax.cli.files import nan_to_none, os_errors, sync
+from calm_jax.cli.files import append_line, nan_to_none, os_errors, sync, write_atomically
 from calm_jax.config import Config
 from calm_jax.errors import UserError
 from calm_jax.evaluation.tradeoff import name_of
@@ -143,8 +144,7 @@ def append(workdir: Workdir, record: Mapping) -> None:
     """Adds one line to `evaluations.jsonl`. Raises `UserError` if it cannot be written."""
     path = workdir.evaluations_path
     with os_errors(path, "written"):
-        with open(path, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps(nan_to_none(record), allow_nan=False) + "\n")
+        append_line(path, json.dumps(nan_to_none(record), allow_nan=False))
         sync(path)
 
 
@@ -229,7 +229,6 @@ def draw_plane(plane: Mapping[str, Any], path: pathlib.Path) -> None:
     axes.set_ylabel("accuracy: a sample equals the true text (%)")
     axes.legend(title="sampler")
     axes.grid(alpha=0.3)
-    beside = path.with_name(f"{path.name}.tmp")
-    with os_errors(path, "written"):
-        figure.savefig(beside, dpi=150, format="png")
-        beside.replace(path)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=150, format="png")
+    write_atomically(path, image.getvalue())

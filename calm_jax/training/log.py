@@ -6,7 +6,14 @@ from collections.abc import Mapping
 
 import tensorboardX
 
-from calm_jax.cli.files import nan_to_none, os_errors, read_file, sync, write_atomically
+from calm_jax.cli.files import (
+    append_line,
+    nan_to_none,
+    os_errors,
+    read_file,
+    sync,
+    write_atomically,
+)
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
 
@@ -68,8 +75,7 @@ class MetricsLog:
         if not multihost.is_primary():
             return
         with os_errors(self._path, "written"):
-            with open(self._path, "a", encoding="utf-8") as lines:
-                lines.write(json.dumps(record) + "\n")
+            append_line(self._path, json.dumps(record))
             events = self._open_events(stage)
             for name, value in numbers.items():
                 if value is not None:
