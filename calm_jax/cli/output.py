@@ -3,6 +3,7 @@
 import os
 import pathlib
 
+from calm_jax.cli.files import os_errors
 from calm_jax.errors import UserError
 
 
@@ -11,9 +12,11 @@ def new_file(path: pathlib.Path, flag: str, overwrite: bool) -> pathlib.Path:
 
     Raises `UserError` if there is a file and not `overwrite`, if `path` is no file, or if its folder cannot be written to.
     """
-    if path.exists() and not path.is_file():
+    with os_errors(f"{flag}={path}", "written"):
+        is_there = path.exists()
+    if is_there and not path.is_file():
         raise UserError(f"{flag}={path} is not a file")
-    if path.exists() and not overwrite:
+    if is_there and not overwrite:
         raise UserError(f"{flag}={path} is there already: give another name, or --overwrite")
     path = path.resolve()
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):

@@ -110,7 +110,8 @@ class Workdir:
 
     @property
     def exists(self) -> bool:
-        return self._config_path.exists()
+        with os_errors(self._config_path, "read"):
+            return self._config_path.exists()
 
     @property
     def samples_path(self) -> pathlib.Path:
@@ -223,10 +224,11 @@ class Workdir:
 
     def refuse_foreign(self) -> None:
         """Raises `UserError` if the path is a file, or a folder with files and no config.json."""
-        if self.path.exists() and not self.exists:
+        if not self.exists and self.path.exists():
             if not self.path.is_dir():
                 raise UserError(f"--workdir={self.path} is a file")
-            names = {entry.name for entry in self.path.iterdir()}
+            with os_errors(f"--workdir={self.path}", "read"):
+                names = {entry.name for entry in self.path.iterdir()}
             # These may be left by a run that was killed while it made its workdir.
             if names - {LOCK, "tokenizer", "corpus.json", "corpus.json.tmp", "config.json.tmp"}:
                 raise UserError(
@@ -318,9 +320,7 @@ class Workdir:
 
     def import_autoencoder(self, source: "Workdir") -> None:
         """Copies the latest autoencoder checkpoint of another workdir."""
-        step = checkpoint.latest_step(source.checkpoints("autoencoder"))
-        whole = source.checkpoints("autoencoder") / str(step)
-        self._copy(whole, self.checkpoints("autoencoder"), str(step))
+        self._copy(source, "autoencoder", self.checkpoints("autoencoder"))
 
     def initial(self, stage: str) -> pathlib.Path:
         """The folder of the initial parameters of a stage, copied from `init_from`."""
@@ -328,20 +328,25 @@ class Workdir:
 
     def import_initial(self, source: "Workdir", stage: str) -> None:
         """Copies the latest parameters of `source` as initial ones, so that the run does not depend on that folder later."""
-        step = checkpoint.latest_step(source.checkpoints(stage))
-        whole = source.checkpoints(stage) / str(step)
-        self._copy(whole, self.initial(stage), str(step), leave_out=("training",))
+        self._copy(source, stage, self.initial(stage), leave_out=("training",))
 
     def _copy(
-        self, source: pathlib.Path, folder: pathlib.Path, name: str, leave_out: Sequence[str] = ()
+        self, source: "Workdir", stage: str, folder: pathlib.Path, leave_out: Sequence[str] = ()
     ) -> None:
-        """Copies `source`, without the names in `leave_out`, to `folder`/`name`. `folder` appears when it is complete: the copy is made beside it and renamed."""
+        """Copies a stage's latest checkpoint, without the names in `leave_out`, into `folder`, which appears when it is complete: the copy is made beside it and renamed."""
+        theirs = source.checkpoints(stage)
+        step = checkpoint.latest_step(theirs)
+        # A device would be copied until the disk is full.
+        checkpoint.check_files(theirs, step)
         unfinished = folder.with_name(f"{folder.name}.tmp")
         with os_errors(folder, "written"):
+            if unfinished.is_symlink():
+                unfinished.unlink()
             shutil.rmtree(unfinished, ignore_errors=True)
             # A stage that was killed before its first checkpoint leaves a folder without one.
             shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(source, unfinished / name, ignore=shutil.ignore_patterns(*leave_out))
+            ignored = shutil.ignore_patterns(*leave_out)
+            shutil.copytree(theirs / str(step), unfinished / str(step), ignore=ignored)
             unfinished.rename(folder)
 
     def load_params(self, stage: str, task: AutoencoderTask | LmTask, mesh: Mesh) -> Params:

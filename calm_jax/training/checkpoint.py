@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from calm_jax.cli.files import sync
+from calm_jax.cli.files import os_errors, sync
 from calm_jax.errors import UserError, require_at_least
 from calm_jax.parallel import multihost
 from calm_jax.parallel.mesh import shardings
@@ -194,9 +195,8 @@ def _damage(folder: pathlib.Path, step: int | None, reason: str) -> str:
     return f"the checkpoint {path} is damaged ({reason}); {way_out}"
 
 
-@contextlib.contextmanager
-def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
-    """Makes a `UserError` of every error while a checkpoint is read; Orbax has many kinds of them for damaged files."""
+def check_files(folder: pathlib.Path, step: int | None) -> None:
+    """Raises `UserError` for a checkpoint of which not everything is a regular file of bounded size, or a folder."""
     for path in (folder / str(step)).rglob("*"):
         # Reading a pipe might never end, and TensorStore ends the process if a description does not fit into memory.
         is_array = path.parent.name == "d"
@@ -204,9 +204,22 @@ def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
             raise UserError(_damage(folder, step, f"{path} is no file"))
         if path.is_file() and not is_array and path.stat().st_size > _MOST_DESCRIPTION_BYTES:
             raise UserError(_damage(folder, step, f"{path} is too large"))
+
+
+@contextlib.contextmanager
+def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
+    """Makes a `UserError` of every error while a checkpoint is read; Orbax has many kinds of them for damaged files."""
     try:
+        check_files(folder, step)
         yield
     except Exception as error:
+        if step != latest_step(folder):
+            raise UserError(
+                f"the checkpoint {folder / str(step)} was deleted or replaced while it was read, as a training does: give the "
+                "same command again"
+            ) from error
+        if isinstance(error, UserError):
+            raise
         if isinstance(error, MemoryError) or any(word in str(error) for word in _NOT_DAMAGE):
             raise UserError(
                 f"the checkpoint {folder / str(step)} cannot be read ({_first_line(error)})"
@@ -237,7 +250,10 @@ def _check(
 
 
 def _steps(folder: pathlib.Path) -> list[int]:
-    return [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
+    # One that cannot be read must not look like one without checkpoints.
+    with os_errors(folder, "read"), contextlib.suppress(FileNotFoundError):
+        return [int(name) for name in os.listdir(folder) if name.isdecimal() and name.isascii()]
+    return []
 
 
 def latest_step(folder: pathlib.Path) -> int | None:
@@ -296,12 +312,13 @@ def load_params(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:
         raise UserError(f"{folder} holds no checkpoint: train first")
     path = folder.resolve() / str(step)
     with _errors_named(folder, step):
-        with ocp.StandardCheckpointer() as checkpointer:
-            params = checkpointer.restore(path / _PARAMS, _abstract(like, mesh))
         about = {}
-        # Copies of parameters that earlier commits made for `init_from` do not have it.
+        # Before the parameters, so that a training that deletes the checkpoint meanwhile does not take their checksums
+        # alone. Copies of parameters that earlier commits made for `init_from` do not have it.
         if (path / _ABOUT).exists():
             with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
                 about = reader.restore(path / _ABOUT)
+        with ocp.StandardCheckpointer() as checkpointer:
+            params = checkpointer.restore(path / _PARAMS, _abstract(like, mesh))
     _check(folder, step, about, {_PARAMS: params})
     return params

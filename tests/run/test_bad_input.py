@@ -298,6 +298,10 @@ PROMPTS_FILES = [
 ]
 
 
+# More characters than a name may have.
+LONG = "x" * 300
+
+
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory):
     """The result of the generate command for each case of `SAMPLE`, `PROMPTS_FILES` and some more, all in one process."""
@@ -320,6 +324,8 @@ def refusals(tmp_path_factory):
     commands["no prompt"] = [model]
     commands["remote"] = ["--workdir=gs://bucket/run", "--prompt=x"]
     commands["remote output"] = [model, "--prompt=x", "--output=s3://bucket/x.jsonl"]
+    commands["long"] = [f"--workdir={LONG}", "--prompt=x"]
+    commands["long output"] = [model, "--prompt=x", f"--output={LONG}"]
     # A run that has not begun to train its language model.
     untrained = folder / "untrained"
     shutil.copytree(folder / "energy", untrained, ignore=shutil.ignore_patterns("lm"))
@@ -358,6 +364,8 @@ def test_generation_names_the_bad_line_of_a_prompts_file(name, content, expected
         ("no prompt", "give a --prompt=TEXT"),
         ("remote", "--workdir=gs://bucket/run must be a path of a file system"),
         ("remote output", "--output=s3://bucket/x.jsonl must be a path of a file system"),
+        ("long", f"{LONG}/config.json cannot be read: File name too long"),
+        ("long output", f"--output={LONG} cannot be written: File name too long"),
         ("untrained", "lm holds no checkpoint: train first"),
         ("no tokenizer", "tokenizer holds no readable tokenizer"),
     ],

@@ -253,6 +253,21 @@ def test_a_source_or_text_that_does_not_fit_is_refused_before_anything_is_writte
     assert latest_step(trained / "lm") == 12
 
 
+def test_a_device_in_the_source_is_not_copied_until_the_disk_is_full(tmp_path):
+    source, workdir = Workdir(tmp_path / "source"), Workdir(tmp_path / "mine")
+    folder = source.checkpoints("lm") / "12" / "params"
+    folder.mkdir(parents=True)
+    workdir.path.mkdir()
+    (folder / "whole").write_text("whole")
+    (workdir.path / "init_lm.tmp").symlink_to(source.path)
+    workdir.import_initial(source, "lm")
+    assert (workdir.initial("lm") / "12" / "params" / "whole").read_text() == "whole"
+    assert [path.name for path in source.path.iterdir()] == ["lm"]
+    (folder / "more").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"/lm/12 is damaged \(\S+/more is no file\)"):
+        workdir.import_initial(source, "lm")
+
+
 @pytest.mark.slow
 def test_scoring_needs_no_training_text(trained, text_glob):
     out = run(

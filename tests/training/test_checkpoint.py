@@ -11,7 +11,8 @@ import pytest
 
 from calm_jax.errors import UserError
 from calm_jax.parallel.mesh import MeshConfig, make_mesh
-from calm_jax.training.checkpoint import Checkpointer, load_params
+from calm_jax.training import checkpoint
+from calm_jax.training.checkpoint import Checkpointer, latest_step, load_params
 from calm_jax.training.checksums import checksums
 from tests.simulated_devices import run_program
 
@@ -177,3 +178,28 @@ def test_a_checkpoint_without_checksums_is_read(tmp_path):
     assert set(about.pop("checksums")) == {"params", "training"}
     path.write_text(json.dumps(about))
     assert same(load(tmp_path / "lm", saved[20]), saved[20])
+
+
+def test_only_numbers_name_checkpoints_and_an_unreadable_folder_is_not_an_empty_one(tmp_path):
+    assert latest_step(tmp_path / "lm") is None
+    for name in ("5", "12", "99.damaged", "²", "٣", "20.orbax-checkpoint-tmp"):
+        (tmp_path / "lm" / name).mkdir(parents=True)
+    assert latest_step(tmp_path / "lm") == 12
+    with pytest.raises(UserError, match=r"/x+ cannot be read: File name too long"):
+        latest_step(tmp_path / ("x" * 300))
+
+
+def test_a_checkpoint_that_a_training_deletes_meanwhile_is_not_called_damaged(
+    tmp_path, monkeypatch
+):
+    saved = save(tmp_path / "lm")
+    abstract = checkpoint._abstract
+
+    def train_on(*args):
+        (tmp_path / "lm" / "20").rename(tmp_path / "lm" / "30")
+        return abstract(*args)
+
+    monkeypatch.setattr(checkpoint, "_abstract", train_on)
+    refused = r"^the checkpoint \S+/20 was deleted or replaced while it was read, .*the same command again$"
+    with jax.set_mesh(mesh_of(1, 1, 1)), pytest.raises(UserError, match=refused):
+        load_params(tmp_path / "lm", saved[20][0], mesh_of(1, 1, 1))
