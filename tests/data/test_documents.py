@@ -165,6 +165,18 @@ def test_an_unreachable_network_is_one_line(monkeypatch):
         find_files("hf://a/*.jsonl", "data.train_files")
 
 
+def test_a_name_of_files_executes_nothing(tmp_path):
+    """A stranger's config.json may name a reference file, whose templates fsspec before 2026.6 executed."""
+    pytest.importorskip("jinja2", reason="fsspec fills in templates with jinja2")
+    template = "{{ cycler.__init__.__globals__.os.mkdir('" + str(tmp_path / "made") + "') }}"
+    generated = {"key": template, "url": "memory://a", "dimensions": {"i": {"stop": 1}}}
+    reference = {"version": 1, "refs": {}, "gen": [generated]}
+    (tmp_path / "a.json").write_text(json.dumps(reference))
+    with pytest.raises(UserError, match=r"reference://"):
+        find_files(f"reference://*.txt::file://{tmp_path}/a.json", "data.train_files")
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_line_that_is_too_long_is_left_out_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(files_lib, "MOST_BYTES", 1 << 20)
     long = json.dumps({"text": "x" * (3 << 20)}).encode()
