@@ -8,20 +8,17 @@ prompt at a time. The command ends with status 1 if an answer is lost or another
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import http.client
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import psutil
 from absl import app, flags
 
+from benchmarks.client import completion, server
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.flags import given_folder, parse_flags
@@ -30,8 +27,6 @@ from calm_jax.run.generator import Generator
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")
 _REQUESTS = flags.DEFINE_integer("requests", 200, "requests at once", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 32, "new tokens of each text", lower_bound=1)
-# As long as the server may take.
-_PATIENCE = 600.0
 _WORDS = ("def main(", "class ", "import ", "", "é 日本 ", "return [")
 
 
@@ -46,30 +41,12 @@ def _asked(number: int) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _server() -> Iterator[tuple[psutil.Popen, str]]:
-    """A server of the workdir, and its address."""
-    arguments = [sys.executable, "-m", "calm_jax.serve", f"--workdir={_WORKDIR.value}", "--port=0"]
-    process = psutil.Popen(arguments, stdout=subprocess.PIPE, text=True)
-    try:
-        words = process.stdout.readline().partition("http://")[2].split()
-        if not words:
-            # It has said why.
-            sys.exit(process.wait())
-        yield process, words[0]
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def _ask(address: str, body: dict[str, Any]) -> tuple[str | None, float]:
     """The text of an answer, None if it is lost, and its seconds."""
     began = time.perf_counter()
-    connection = http.client.HTTPConnection(address, timeout=_PATIENCE)
     try:
-        kind = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), kind)
-        answer = connection.getresponse().read().decode()
+        with completion(address, body) as response:
+            answer = response.read().decode()
         lines = [answer]
         if body["stream"]:
             *events, _, _ = answer.split("\n\n")
@@ -77,8 +54,6 @@ def _ask(address: str, body: dict[str, Any]) -> tuple[str | None, float]:
         text = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
     except (OSError, http.client.HTTPException, ValueError, KeyError):
         text = None
-    finally:
-        connection.close()
     return text, time.perf_counter() - began
 
 
@@ -99,7 +74,7 @@ def _alone(bodies: list[dict[str, Any]]) -> list[str]:
 def main(argv: list[str]) -> None:
     given_folder(_WORKDIR, "the folder of a trained model")
     bodies = [_asked(number) for number in range(_REQUESTS.value)]
-    with _server() as (process, address):
+    with server(_WORKDIR.value) as (process, address):
         for number in range(2):
             _ask(address, _asked(number))
         began = time.perf_counter()

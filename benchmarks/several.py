@@ -8,15 +8,14 @@ writes the answers. Both end with the status of their processes, and leave none 
 """
 
 import contextlib
-import http.client
 import json
 import pathlib
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 
+from benchmarks.client import completion, server
 from calm_jax.cli.files import write_atomically
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -51,33 +50,18 @@ def _two(arguments: list[str]) -> int:
         return max(process.wait(_MOST_SECONDS) for process in running)
 
 
-def _ask(address: str, prompt: str, stream: bool) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection(address, timeout=_MOST_SECONDS)
-    body = {"prompt": prompt, "seed": 1, "max_tokens": 16, "stream": stream}
-    connection.request(
-        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
-    )
-    return connection.getresponse()
-
-
 def _asked(workdir: str, answers: str) -> int:
-    with _started(["calm_jax.serve", f"--workdir={workdir}", "--port=0"]) as (server,):
-        line = server.stdout.readline()  # type: ignore[union-attr]
-        address = line.partition("http://")[2].split()[0]
-        lines = []
+    lines = []
+    with server(workdir) as (process, address):
         for prompt in _PROMPTS:
-            vanishing = _ask(address, prompt, stream=True)
-            vanishing.read(20)
-            vanishing.close()
-            texts = [
-                one["text"]
-                for one in json.loads(_ask(address, prompt, stream=False).read())["choices"]
-            ]
+            body = {"prompt": prompt, "seed": 1, "max_tokens": 16}
+            with completion(address, body | {"stream": True}) as vanishing:
+                vanishing.read(20)
+            with completion(address, body) as answer:
+                texts = [one["text"] for one in json.loads(answer.read())["choices"]]
             lines.append(json.dumps({"prompt": prompt, "texts": texts}) + "\n")
-        server.send_signal(signal.SIGTERM)
-        status = server.wait(_MOST_SECONDS)
     write_atomically(pathlib.Path(answers), "".join(lines))
-    return status
+    return process.returncode
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ import psutil
 import rich.table
 from absl import app, flags
 
+from benchmarks.client import completion, server
 from benchmarks.words import WORDS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
@@ -46,8 +47,6 @@ _JOBS = flags.DEFINE_list("jobs", ["train", "serve", "prepare"], "what to run, o
 _ROOT = pathlib.Path(__file__).parent.parent
 _EVERY = 10.0
 _CLIENTS = 16
-# Seconds that a client waits; the server answers after 600 s at the latest.
-_PATIENCE = 660
 # Between two checkpoints of the training.
 _STEPS = 20
 
@@ -152,7 +151,6 @@ def _train(soak: _Soak) -> None:
 
 def _ask(address: str, chance: random.Random) -> tuple[str, str] | None:
     """A request and its answer; None for one whose client goes away. Raises `AssertionError` for a wrong answer."""
-    connection = http.client.HTTPConnection(address, timeout=_PATIENCE)
     is_vanishing = chance.random() < 1 / 3
     prompt = "def " * chance.randint(1, 8)
     body = {
@@ -161,19 +159,13 @@ def _ask(address: str, chance: random.Random) -> tuple[str, str] | None:
         "max_tokens": chance.randint(1, 32),
         "stream": is_vanishing,
     }
-    try:
-        connection.request(
-            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
-        )
-        answer = connection.getresponse()
+    with completion(address, body) as answer:
         if is_vanishing:
             answer.read(chance.randint(1, 200))
             return None
         content = answer.read().decode()
         assert answer.status == 200, f"status {answer.status}: {content[:200]}"
         return json.dumps(body), json.loads(content)["choices"][0]["text"]
-    finally:
-        connection.close()
 
 
 def _serve(soak: _Soak) -> None:
@@ -181,12 +173,10 @@ def _serve(soak: _Soak) -> None:
     if not workdir.exists():
         tiny().save(workdir)
     soak.began = time.monotonic()
-    process = _start(soak.log, "calm_jax.serve", f"--workdir={workdir}", "--port=0")
-    address = process.stdout.readline().partition("http://")[2].split()[0]
     texts: dict[str, str] = {}
     done: collections.Counter[str] = collections.Counter()
 
-    def client(number: int) -> None:
+    def client(number: int, address: str) -> None:
         chance = random.Random(f"{_SEED.value} {number}")
         while soak.left > 5:
             try:
@@ -198,19 +188,18 @@ def _serve(soak: _Soak) -> None:
                 # The server may be gone.
                 time.sleep(1)
 
-    with concurrent.futures.ThreadPoolExecutor(_CLIENTS) as pool:
-        running = [pool.submit(client, number) for number in range(_CLIENTS)]
-        soak.watch(process)
-        for one in running:
-            one.result()
-    soak.done = done["answers"]
-    time.sleep(5)
-    print(f"serve: {done['vanished']} clients vanished; afterwards {soak.count(process)}")
-    sockets = [one for one in process.net_connections("tcp") if one.status != psutil.CONN_LISTEN]
-    soak.wrong += [f"a connection is left: {one}" for one in sockets]
-    process.send_signal(signal.SIGTERM)
-    status = process.wait(300)
-    soak.wrong += [f"status {status}"] * bool(status)
+    with open(soak.log, "ab") as errors, server(str(workdir), errors) as (process, address):
+        with concurrent.futures.ThreadPoolExecutor(_CLIENTS) as pool:
+            running = [pool.submit(client, number, address) for number in range(_CLIENTS)]
+            soak.watch(process)
+            for one in running:
+                one.result()
+        soak.done = done["answers"]
+        time.sleep(5)
+        print(f"serve: {done['vanished']} clients vanished; afterwards {soak.count(process)}")
+        left = [one for one in process.net_connections("tcp") if one.status != psutil.CONN_LISTEN]
+        soak.wrong += [f"a connection is left: {one}" for one in left]
+    soak.wrong += [f"status {process.returncode}"] * bool(process.returncode)
 
 
 def _hash(folder: pathlib.Path) -> str:
