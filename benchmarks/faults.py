@@ -80,10 +80,13 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
     for stage in ("autoencoder", "lm"):
         steps = sorted(int(path.name) for path in (folder / stage).iterdir() if path.name.isdigit())
         about = json.loads((folder / stage / str(steps[-1]) / "about" / "metadata").read_text())
-        found[stage] = [steps, about["checksums"]]
+        # The checkpoint before the last is that of a signal, if one came.
+        found[stage] = [steps[-1], len(steps), about["checksums"]]
     # No unfinished or temporary file may be left; a damaged checkpoint is one that an error told to move away.
     names = [path.name for one in ("", *found) for path in (folder / one).iterdir()]
-    found["files"] = sorted(name for name in names if not name.endswith(".damaged"))
+    found["files"] = sorted(
+        name for name in names if not (name.isdigit() or name.endswith(".damaged"))
+    )
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         if (folder / name).exists():
             found[name] = _lines(folder / name)
