@@ -12,9 +12,11 @@ import types
 import psutil
 import pytest
 
+from calm_jax.data.prepare.cluster import Cluster
 from calm_jax.data.prepare.preparation import _runs
 from calm_jax.data.shards import PreparedText
 from calm_jax.data.tokenizers import TokenizerConfig, make_tokenizer
+from calm_jax.errors import UserError
 from tests.data.preparing import contents, frames, json_lines, prepared, random_texts
 from tests.data.test_prepare import (
     PREPARE,
@@ -50,6 +52,24 @@ def test_shards_are_divided_into_tasks_also_while_no_worker_is_there():
     layout = types.SimpleNamespace(bounds=range(20), can_begin_at=lambda bound: bound == 0)
     assert _runs(layout, range(20), 0) == [(0, 8), (8, 16), (16, 20)]
     assert len(_runs(layout, range(20), 4)) == 7
+
+
+@pytest.mark.parametrize("failures", [0, 2, 9])
+def test_workers_that_die_while_they_are_set_up_are_asked_again(failures, tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    left = [OSError("Stream is closed")] * failures
+
+    def ask(question: str) -> str:
+        if left:
+            raise left.pop()
+        return question
+
+    cluster = Cluster(tmp_path, 2, "")
+    if failures < 5:
+        assert cluster._on_all_workers(ask, "ready") == "ready"
+    else:
+        with pytest.raises(UserError, match=r"workers die at their start \(Stream is closed\)"):
+            cluster._on_all_workers(ask, "ready")
 
 
 def wait_until(happens, seconds: float = 60) -> None:

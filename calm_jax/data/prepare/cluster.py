@@ -38,6 +38,8 @@ _CLUSTER_TIMEOUT = 60
 _WORKERS_TIMEOUT = 3600
 # Seconds without a finished task after which the workers are counted.
 _LOOK_EVERY = 15
+# Times that all workers are asked at the start, where one dies meanwhile.
+_ATTEMPTS = 5
 _GOES_ON = "what was complete is kept, the same command goes on from there"
 
 
@@ -166,8 +168,9 @@ class Cluster(contextlib.ExitStack):
             address = self._scheduler or stack.enter_context(self._local())
             self.client = self._connected(address, stack)
             if not self._scheduler:
-                self.client.register_worker_callbacks(_leave_interrupts)
-            for worker, sees_it in self.client.run(os.path.isdir, str(self._work)).items():
+                self._on_all_workers(self.client.register_worker_callbacks, _leave_interrupts)
+            sees = self._on_all_workers(self.client.run, os.path.isdir, str(self._work))
+            for worker, sees_it in sees.items():
                 if not sees_it:
                     raise UserError(
                         f"worker {worker} does not see {self._work}: give an --output that all workers share"
@@ -203,6 +206,16 @@ class Cluster(contextlib.ExitStack):
                 f"--scheduler={self._scheduler!r} cannot be reached, or has no workers ({error})"
             ) from error
         return client
+
+    def _on_all_workers(self, call: Callable, *arguments: Any) -> Any:
+        """Calls a function of the client that asks every worker; again, if one dies meanwhile and another takes its place."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                return call(*arguments)
+            except OSError as error:
+                if attempt == _ATTEMPTS - 1:
+                    raise UserError(f"workers die at their start ({error}); {_GOES_ON}") from error
+                time.sleep(1)
 
     @property
     def num_workers(self) -> int:
