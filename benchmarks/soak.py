@@ -47,6 +47,8 @@ _JOBS = flags.DEFINE_list("jobs", ["train", "serve", "prepare"], "what to run, o
 _ROOT = pathlib.Path(__file__).parent.parent
 _EVERY = 10.0
 _CLIENTS = 16
+# Seconds for a command that goes on, also where other programs need the machine.
+_PATIENCE = 3600
 # Between two checkpoints of the training.
 _STEPS = 20
 
@@ -140,7 +142,7 @@ def _train(soak: _Soak) -> None:
     last = max((int(name) for name in names if name.isdigit()), default=0)
     soak.done = last // _STEPS
     resumed = _start(soak.log, *arguments, f"--config.lm.training.num_steps={last + _STEPS}")
-    shown, _ = resumed.communicate(timeout=600)
+    shown, _ = resumed.communicate(timeout=_PATIENCE)
     if resumed.returncode or f"resumed at step {last}" not in shown:
         soak.wrong.append(f"not resumed at step {last}: status {resumed.returncode}")
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]

@@ -33,10 +33,12 @@ def get_config() -> ConfigDict:
     # Training text: comma-separated globs, local or remote (gs://bucket/*.jsonl.zst). Files may be .txt (each file is one
     # document), .jsonl or .json (each line is one document), .parquet (each row is one document), and .gz or .zst of the
     # first three. An entry may also be a folder made by `python -m calm_jax.data.prepare`; the run then uses the tokenizer
-    # that the folder was prepared with. Empty: the source code of the running Python's standard library.
+    # that the folder was prepared with, or "stdlib:", the source code of the running Python's standard library. Empty: the
+    # standard library, too.
     config.data.train_files = ""
     # Sampling weights of the comma-separated entries of train_files, such as (0.7, 0.3): the share of training blocks that
-    # come from each. Empty: no weights, every block is read once an epoch.
+    # come from each. Empty: no weights, every block is read once an epoch. With a prompt_field, entries that have no fields
+    # (.txt files, prepared folders, "stdlib:") are mixed in as running text.
     config.data.mixture = ()
     # Training text of the autoencoder, given like train_files. Empty: the same text as train_files.
     config.data.autoencoder_files = ""
@@ -46,7 +48,8 @@ def get_config() -> ConfigDict:
     # Name of the field that holds a document's text in .jsonl, .json and .parquet files.
     config.data.text_field = "text"
     # Name of the field that holds a prompt, for training on prompts and completions (the text field). The loss is on the
-    # completion only, which begins on a chunk boundary; every record is packed into its own block. Empty: no prompts.
+    # completion only, which begins on a chunk boundary. Every record has its own block; with lm.data.isolate_documents as
+    # many as fit share one, and do not see each other. Empty: no prompts.
     config.data.prompt_field = ""
     # Filters of training text that is not in a prepared folder. Documents with fewer characters are left out.
     config.data.min_characters = 0

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 import os
 import pathlib
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from absl import logging
 
 from calm_jax.data.documents import Distinct, Document, Reading, read_documents
-from calm_jax.data.files import find_files
+from calm_jax.data.files import find_files, format_of
 from calm_jax.data.shards import PreparedText, is_prepared
 from calm_jax.errors import UserError, require_at_least
 
@@ -22,6 +23,8 @@ from calm_jax.errors import UserError, require_at_least
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip"}
 # Generated folders: character tables, and the help texts of keywords.
 _GENERATED = {"encodings", "pydoc_data"}
+# The entry of `train_files` that is the source of the running Python's standard library.
+STANDARD_LIBRARY = "stdlib:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +65,6 @@ class DataConfig:
             )
         if not all(weight > 0 and math.isfinite(weight) for weight in self.mixture):
             raise UserError(f"data.mixture={self.mixture} must hold positive numbers")
-        if self.prompt_field:
-            raise UserError(
-                f"data.mixture={self.mixture}: records with data.prompt_field={self.prompt_field!r} are one source"
-            )
 
     @property
     def reading(self) -> Reading:
@@ -93,7 +92,7 @@ def _is_folder(entry: str) -> bool:
     looks_like_it = not (
         pathlib.PurePath(entry).suffix or set(entry) & set("*?[") or "://" in entry
     )
-    return looks_like_it or is_prepared(entry)
+    return (looks_like_it and entry != STANDARD_LIBRARY) or is_prepared(entry)
 
 
 # Documents in memory, or shards of tokens on disk.
@@ -115,7 +114,7 @@ class Corpus:
     Attributes:
         sources: the text of `data.train_files`; empty if the config names only validation files, for an evaluation.
         autoencoder_sources: the text of `data.autoencoder_files`, or `sources` if that key is empty.
-        validation: the documents to score on.
+        validation: the documents to score on; records alone where there are records and running text.
         skipped: the number of records left out, by reason.
         cut: the documents whose end is held out, as they are the only ones of their source.
     """
@@ -198,12 +197,29 @@ class _Reader:
         self._config, self._distinct = config, Distinct()
         self.skipped: collections.Counter = collections.Counter()
 
-    def training(self, globs: str, key: str) -> list[Document]:
-        """Training documents, without the short and repeated ones that the config leaves out."""
-        found = self._read(globs, key, self._config.reading)
+    def training(self, entries: list[str], key: str, is_mixture: bool) -> list[Document]:
+        """Training documents, without the short and repeated ones that the config leaves out.
+
+        Text without fields has no prompts: .txt files and the standard library. In a mixture it may stand beside records.
+        """
+        files = ",".join(entry for entry in entries if entry != STANDARD_LIBRARY)
+        reading = self._config.reading
+        found: Iterator[Document] = iter(())
+        if STANDARD_LIBRARY in entries:
+            if reading.prompt_field and not is_mixture:
+                raise UserError(
+                    f"{key}: {STANDARD_LIBRARY} has no field {reading.prompt_field!r} (data.prompt_field): beside records "
+                    "data.train_files needs a weight for each entry (data.mixture)"
+                )
+            found = iter(standard_library_documents())
+        if files:
+            has_no_fields = all(format_of(file) == ".txt" for file in find_files(files, key))
+            if is_mixture and has_no_fields:
+                reading = dataclasses.replace(reading, prompt_field="")
+            found = itertools.chain(self._read(files, key, reading), found)
         if self._config.deduplicate:
             found = filter(self._is_new, found)
-        return self._not_empty(list(found), globs, key)
+        return self._not_empty(list(found), ",".join(entries), key)
 
     def validation(self, globs: str, key: str) -> list[Document]:
         """Documents to score on: none is left out or cut into pieces."""
@@ -232,10 +248,10 @@ class _Reader:
     def _prepared(self, folder: str, key: str) -> PreparedText:
         if not os.path.exists(folder):
             raise UserError(_no_folder(folder, key))
-        if self._config.prompt_field:
+        if self._config.prompt_field and not self._config.mixture:
             raise UserError(
                 f"{key}: {folder} is prepared text, which has no data.prompt_field={self._config.prompt_field!r}: "
-                "give files of records instead"
+                "give files of records instead, or beside them a weight for each entry of data.train_files (data.mixture)"
             )
         return PreparedText(pathlib.Path(folder))
 
@@ -245,16 +261,16 @@ class _Reader:
         Of a mixture each entry is a source. Otherwise all entries that are read into memory are one source, the last.
         """
         sources: list[Source] = []
-        globs = []
+        together = []
         for entry in _entries(files):
             if _is_folder(entry):
                 sources.append(self._prepared(entry, key))
             elif is_mixture:
-                sources.append(self.training(entry, key))
+                sources.append(self.training([entry], key, is_mixture))
             else:
-                globs.append(entry)
-        if globs:
-            sources.append(self.training(",".join(globs), key))
+                together.append(entry)
+        if together:
+            sources.append(self.training(together, key, is_mixture))
         return sources
 
 
@@ -332,6 +348,8 @@ def load_corpus(
         cut: list[Cut] = []
     else:
         sources, validation, cut = _hold_out(sources, config)
+    # Text that is mixed with records is held out, too, so that scores on it stay honest; this run scores records alone.
+    validation = [one for one in validation if one.prompt is not None] or validation
     train = tuple(sources)
     return Corpus(
         train, tuple(autoencoder_sources) or train, validation, dict(reader.skipped), tuple(cut)
@@ -342,7 +360,11 @@ def _warn_of_overlap(config: DataConfig) -> None:
     """Warns of validation files that are training files, too."""
     overlap = _real_paths(config.validation_files, "data.validation_files")
     for key in ("train_files", "autoencoder_files"):
-        globs = [entry for entry in _entries(getattr(config, key)) if not _is_folder(entry)]
+        globs = [
+            entry
+            for entry in _entries(getattr(config, key))
+            if not _is_folder(entry) and entry != STANDARD_LIBRARY
+        ]
         if globs and (both := overlap & _real_paths(",".join(globs), f"data.{key}")):
             logging.warning(
                 "data.validation_files: %s is also one of data.%s: scores on it say nothing about new text",
@@ -381,8 +403,9 @@ def _hold_out(
 
 def _check_cut(document: Document, end: int, config: DataConfig) -> None:
     """Raises `UserError` if the only document of a source cannot be both trained on and held out."""
-    if config.prompt_field or end == len(document.text):
-        what = "record" if config.prompt_field else f"document of {len(document.text)} characters"
+    is_record = document.prompt is not None
+    if is_record or end == len(document.text):
+        what = "record" if is_record else f"document of {len(document.text)} characters"
         raise UserError(
             f"data.train_files={config.train_files!r} holds one {what}, which cannot be both trained on and held "
             "out: name other files for validation with --config.data.validation_files=GLOB"

@@ -76,12 +76,13 @@ class Document:
     Attributes:
         name: decides whether the document is held out; all pieces of a text share its name.
         text: the text, or the completion of a record with a prompt.
-        prompt: precedes the text in the model's input; its tokens are not targets.
+        prompt: precedes the text in the model's input; its tokens are not targets. None for running text, which is not a
+            record with a prompt.
     """
 
     name: str
     text: str
-    prompt: str = ""
+    prompt: str | None = None
 
 
 def _field(record: Any, name: str) -> str:
@@ -104,9 +105,8 @@ def _field(record: Any, name: str) -> str:
 
 def _document(record: Any, name: str, reading: Reading) -> Document:
     text = _field(record, reading.text_field)
-    return Document(
-        name, text, _field(record, reading.prompt_field) if reading.prompt_field else ""
-    )
+    prompt = _field(record, reading.prompt_field) if reading.prompt_field else None
+    return Document(name, text, prompt)
 
 
 # Well below the interpreter's recursion limit: close to it other code, such as a garbage collector's callback, would fail.
@@ -250,7 +250,8 @@ def read_file(
     if reading.prompt_field and format_of(file) == ".txt":
         name = reading.flags.removeprefix("--config.")
         raise UserError(
-            f"{key}: {file} has no field {reading.prompt_field!r} ({name}prompt_field): give .jsonl or .json"
+            f"{key}: {file} has no field {reading.prompt_field!r} ({name}prompt_field): give .jsonl or .json, or in "
+            "data.train_files a weight for each entry (data.mixture)"
         )
     try:
         before = state(file)
@@ -315,7 +316,7 @@ class Distinct:
 
 def digest_of(document: Document) -> bytes:
     """A hash of prompt and text, 16 bytes; it does not depend on the name."""
-    prompt = document.prompt.encode("utf-8")
+    prompt = (document.prompt or "").encode("utf-8")
     digest = hashlib.blake2b(len(prompt).to_bytes(8, "big") + prompt, digest_size=16)
     digest.update(document.text.encode("utf-8"))
     return digest.digest()

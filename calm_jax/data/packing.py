@@ -88,13 +88,12 @@ class Blocks:
     Attributes:
         tokens: int32 [blocks, T].
         num_valid: [blocks], tokens of a block before its filler.
-        num_given: [blocks], tokens of a block up to the end of its prompt, with the pads and bos before it; 0 without
-            a prompt.
+        is_given: bool [blocks, T], tokens of prompts, with the pads and bos before them; None without prompts.
     """
 
     tokens: np.ndarray
     num_valid: np.ndarray
-    num_given: np.ndarray
+    is_given: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -106,16 +105,16 @@ class Blocks:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         tokens = self.tokens[index]
         # A shortcut for nearly all blocks of running text: nothing is masked.
-        is_whole = self.num_valid[index] == tokens.size and not self.num_given[index]
+        is_whole = self.num_valid[index] == tokens.size and self.is_given is None
         targets = tokens if is_whole else self.targets(np.asarray([index]))[0]
         return {"tokens": tokens, "targets": targets}
 
     def targets(self, index_N: np.ndarray) -> np.ndarray:
         """The targets of the blocks `index_N`, [N, T]."""
-        place_T = np.arange(self.tokens.shape[1])
-        given_NT = place_T < self.num_given[index_N, None]
-        valid_NT = place_T < self.num_valid[index_N, None]
-        return np.where(valid_NT & ~given_NT, self.tokens[index_N], np.int32(MASKED))
+        is_target_NT = np.arange(self.tokens.shape[1]) < self.num_valid[index_N, None]
+        if self.is_given is not None:
+            is_target_NT &= ~self.is_given[index_N]
+        return np.where(is_target_NT, self.tokens[index_N], np.int32(MASKED))
 
 
 class BlockSource(Protocol):
@@ -299,7 +298,7 @@ def filled_blocks(rows: Sequence[np.ndarray], block: int, pad_id: int) -> Blocks
     tokens = np.full((len(rows), block), pad_id, np.int32)
     for filled, row in zip(tokens, rows, strict=True):
         filled[: len(row)] = row
-    return Blocks(tokens, np.asarray([len(row) for row in rows]), np.zeros(len(rows), int))
+    return Blocks(tokens, np.asarray([len(row) for row in rows]))
 
 
 def document_windows(

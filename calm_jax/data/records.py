@@ -1,11 +1,16 @@
 """Records, a prompt and a completion each, to blocks of tokens: for training on completions alone."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from calm_jax.data.packing import BlockConfig, Blocks, cut_blocks, filled_blocks
+from calm_jax.data.packing import (
+    BlockConfig,
+    Blocks,
+    IsolatedBlocks,
+    cut_blocks,
+    document_blocks,
+)
 from calm_jax.data.tokenizers import Tokenizer
 
 
@@ -39,13 +44,14 @@ def pack_records(
     tokenizer: Tokenizer,
     config: BlockConfig,
     chunk_size: int,
-) -> tuple[Blocks, list[str]]:
-    """Packs one record (prompt and completion) in each block, laid out as in generation.
+    is_mixed: bool,
+) -> tuple[Blocks | IsolatedBlocks, list[str]]:
+    """Packs records, a prompt and a completion each, laid out as in generation.
 
-    A block is pads, bos, prompt, completion, eos, pads. The first pads let the completion begin on a chunk boundary, the
+    A record is pads, bos, prompt, completion, eos, pads. The first pads let the completion begin on a chunk boundary, the
     last ones fill its last chunk. Targets are the completion, eos and the pads of that chunk.
 
-    Blocks are as long as the longest record, and at most `config.block_tokens`.
+    A block has one record, or with `config.isolate_documents` as many consecutive ones as fit, which attention keeps apart.
 
     Args:
         names: a name of each record.
@@ -54,6 +60,8 @@ def pack_records(
         tokenizer: the source of bos, eos and pad.
         config: the longest block.
         chunk_size: K, tokens per chunk.
+        is_mixed: whether blocks of other text are mixed with these. All have `config.block_tokens` tokens then, as blocks
+            of several records do; other blocks have as many as the longest record.
 
     Returns:
         The blocks, and the names of the records left out because they are longer than `config.block_tokens`.
@@ -62,14 +70,28 @@ def pack_records(
     for name, prompt, completion in zip(names, prompts, completions, strict=True):
         front = -(1 + len(prompt)) % chunk_size
         begin = [*[tokenizer.pad_id] * front, tokenizer.bos_id]
-        row = np.concatenate(
-            [np.asarray(begin, np.int32), prompt, _completion(completion, tokenizer, chunk_size)]
-        )
+        answer = _completion(completion, tokenizer, chunk_size)
+        row = np.concatenate([np.asarray(begin, np.int32), prompt, answer])
         if len(row) > config.block_tokens:
             too_long.append(name)
             continue
         rows.append(row)
-        given.append(front + 1 + len(prompt))
-    longest = max(map(len, rows), default=chunk_size)
-    blocks = filled_blocks(rows, longest, tokenizer.pad_id)
-    return dataclasses.replace(blocks, num_given=np.asarray(given, int)), too_long
+        given.append(np.arange(len(row)) < len(row) - len(answer))
+    lengths_D = np.asarray([len(row) for row in rows], int)
+    starts_D = np.cumsum(lengths_D) - lengths_D
+    first_N, size_N, block = starts_D, lengths_D, config.block_tokens
+    if config.isolate_documents and rows:
+        first_N, size_N = document_blocks(starts_D, int(lengths_D.sum()), block)
+    elif not is_mixed:
+        block = max(lengths_D, default=chunk_size)
+    tokens = np.full((len(first_N), block), tokenizer.pad_id, np.int32)
+    is_given = np.zeros(tokens.shape, bool)
+    if rows:
+        flat, flat_given = np.concatenate(rows), np.concatenate(given)
+        for place, (first, size) in enumerate(zip(first_N, size_N, strict=True)):
+            tokens[place, :size] = flat[first : first + size]
+            is_given[place, :size] = flat_given[first : first + size]
+    blocks = Blocks(tokens, size_N, is_given)
+    if config.isolate_documents:
+        return IsolatedBlocks(blocks, starts_D, first_N, chunk_size), too_long
+    return blocks, too_long

@@ -55,17 +55,22 @@ def read_corpus(config: Config) -> Corpus:
 
 
 class _InMemory:
-    """Documents and their token ids, without bos or eos. The prompts are empty arrays where the text has none."""
+    """Documents and their token ids, without bos or eos. Either all have prompts, or they are running text.
 
-    def __init__(self, documents: list[Document], tokenizer: Tokenizer, has_prompts: bool):
+    Attributes:
+        documents: the documents.
+        encoded: token ids of each text.
+        prompts: token ids of each prompt; empty arrays for running text.
+        are_records: whether the documents have prompts.
+    """
+
+    def __init__(self, documents: list[Document], tokenizer: Tokenizer):
         self.documents = documents
         self.encoded = encode_documents([document.text for document in documents], tokenizer)
+        prompts = [document.prompt for document in documents if document.prompt is not None]
+        self.are_records = bool(prompts)
         no_prompt = np.zeros(0, np.int32)
-        self.prompts = (
-            encode_documents([document.prompt for document in documents], tokenizer)
-            if has_prompts
-            else [no_prompt] * len(documents)
-        )
+        self.prompts = encode_documents(prompts, tokenizer) or [no_prompt] * len(documents)
 
 
 class Dataset:
@@ -100,7 +105,7 @@ class Dataset:
         self._scored_blocks: dict[str, BlockSource] = {}
 
     def _tokenize(self, documents: list[Document]) -> _InMemory:
-        return _InMemory(documents, self._tokenizer, bool(self._config.data.prompt_field))
+        return _InMemory(documents, self._tokenizer)
 
     def _prepare(self, source: Source) -> _InMemory | PreparedText:
         return source if isinstance(source, PreparedText) else self._tokenize(source)
@@ -253,10 +258,10 @@ class Dataset:
 
     def _pack(self, name: str, split: str, text: _InMemory, data: BlockConfig) -> BlockSource:
         config = self._config
-        if config.data.prompt_field and name == "lm":
+        if text.are_records and name == "lm":
             return self._pack_records(split, text, data)
         keep_remainder, what = split == "validation", f"{name}: the {split} text"
-        if config.data.prompt_field:
+        if text.are_records:
             return pack_completions(
                 text.encoded, self._tokenizer, data, config.chunk_size, keep_remainder, what
             )
@@ -270,7 +275,7 @@ class Dataset:
             what,
         )
 
-    def _pack_records(self, split: str, text: _InMemory, data: BlockConfig) -> Blocks:
+    def _pack_records(self, split: str, text: _InMemory, data: BlockConfig) -> BlockSource:
         config = self._config
         names = [document.name for document in text.documents]
         blocks, too_long = pack_records(
@@ -280,6 +285,7 @@ class Dataset:
             self._tokenizer,
             data,
             config.chunk_size,
+            is_mixed=split == "train" and bool(config.data.mixture),
         )
         way_out = f"lm.data.block_tokens={data.block_tokens}: raise it"
         if too_long and config.data.on_bad_record == "raise":

@@ -13,7 +13,7 @@ from tests.data.test_packing import block_config, packed
 def numbered(num_blocks: int) -> Blocks:
     """Blocks of two tokens whose first token is the block's index."""
     tokens = np.stack([np.arange(num_blocks), np.full(num_blocks, 7)], axis=1).astype(np.int32)
-    return Blocks(tokens, np.full(len(tokens), tokens.shape[1]), np.zeros(len(tokens), int))
+    return Blocks(tokens, np.full(len(tokens), tokens.shape[1]))
 
 
 def take(iterator, number: int) -> list[np.ndarray]:

@@ -162,7 +162,7 @@ def test_no_token_is_lost_and_aligned_chunks_hold_one_document(seed, align):
 
 def test_targets_of_partly_filled_blocks_are_masked():
     tokens = np.arange(20, dtype=np.int32).reshape(4, 5)
-    blocks = Blocks(tokens.copy(), np.array([5, 2, 0, 4]), np.zeros(4, int))
+    blocks = Blocks(tokens.copy(), np.array([5, 2, 0, 4]))
     for index, valid in enumerate([5, 2, 0, 4]):
         assert blocks[index]["tokens"].tolist() == tokens[index].tolist()
         targets = blocks[index]["targets"].tolist()
@@ -172,9 +172,7 @@ def test_targets_of_partly_filled_blocks_are_masked():
 
 
 def test_batches_of_partly_filled_blocks_keep_their_masks():
-    blocks = Blocks(
-        np.arange(24, dtype=np.int32).reshape(6, 4), np.array([4, 1, 3, 0, 2, 4]), np.zeros(6, int)
-    )
+    blocks = Blocks(np.arange(24, dtype=np.int32).reshape(6, 4), np.array([4, 1, 3, 0, 2, 4]))
     (first, _), (second, index) = evaluation_batches(blocks, range(6), 4, range(4))
     targets = np.concatenate([first["targets"], second["targets"][index >= 0]])
     np.testing.assert_array_equal((targets != MASKED).sum(1), blocks.num_valid)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
-from calm_jax.data.corpus import DataConfig, load_corpus
+from calm_jax.data.corpus import STANDARD_LIBRARY, DataConfig, load_corpus
 from calm_jax.data.documents import Document
 from calm_jax.data.packing import MASKED, BlockConfig, encode_documents
 from calm_jax.data.records import pack_completions, pack_records
@@ -26,11 +26,11 @@ BYTES = ByteTokenizer(b"")
 PAD, BOS, EOS = BYTES.pad_id, BYTES.bos_id, BYTES.eos_id
 
 
-def records(prompts, completions, chunk_size, block_tokens=64):
+def records(prompts, completions, chunk_size, block_tokens=64, isolate=False, is_mixed=False):
     names = [str(number) for number in range(len(prompts))]
-    config = BlockConfig(block_tokens, "windows", True, True, "none", False)
+    config = BlockConfig(block_tokens, "windows", True, True, "none", isolate)
     encoded = (encode_documents(texts, BYTES) for texts in (prompts, completions))
-    return pack_records(names, *encoded, BYTES, config, chunk_size)
+    return pack_records(names, *encoded, BYTES, config, chunk_size, is_mixed)
 
 
 # --- Records
@@ -86,6 +86,36 @@ def test_blocks_of_records_are_as_long_as_the_longest_record():
     blocks, _ = records(["ab", "a"], ["c" * 20, "c"], chunk_size=2, block_tokens=1000)
     # A pad, bos and 2 tokens; 20 tokens, eos and a pad.
     assert blocks.tokens.shape == (2, 26)
+
+
+def test_blocks_of_records_are_as_long_as_those_of_text_that_is_mixed_with_them():
+    blocks, _ = records(["ab", "a"], ["c" * 20, "c"], chunk_size=2, block_tokens=40, is_mixed=True)
+    assert blocks.tokens.shape == (2, 40)
+    assert (blocks.targets(np.arange(2))[:, 26:] == MASKED).all()
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 4])
+def test_records_that_share_a_block_are_those_of_blocks_of_their_own(chunk_size):
+    prompts = ["p" * (length % 7) for length in range(20)]
+    completions = ["c" * (1 + 3 * length % 8) for length in range(20)]
+    alone, _ = records(prompts, completions, chunk_size, block_tokens=40)
+    shared, too_long = records(prompts, completions, chunk_size, block_tokens=40, isolate=True)
+    assert not too_long and len(shared) < len(alone) / 2
+    found = []
+    for block in (shared[index] for index in range(len(shared))):
+        assert len(block["tokens"]) == 40
+        # Filler has the segment id of the record before it, or one of its own.
+        for segment in np.unique(block["segments"]):
+            is_in_it = block["segments"] == segment
+            tokens, targets = block["tokens"][is_in_it], block["targets"][is_in_it]
+            if (targets != MASKED).any():
+                size = np.flatnonzero(targets != MASKED)[-1] + 1
+                found.append((tokens[:size].tolist(), targets[:size].tolist()))
+    expected = [
+        (alone[index]["tokens"][:size].tolist(), alone[index]["targets"][:size].tolist())
+        for index, size in enumerate(alone.num_valid)
+    ]
+    assert found == expected
 
 
 def test_the_fingerprint_of_a_text_depends_on_its_prompts():
@@ -153,6 +183,24 @@ def test_a_text_file_is_refused_where_prompts_are_needed(tmp_path):
         read(tmp_path / "a.txt")
 
 
+def test_text_that_is_mixed_with_records_has_no_prompts_and_is_not_scored(tmp_path):
+    rows = [{"prompt": f"{i} + 1 =", "completion": f" {i + 1}"} for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text(f"text {number}")
+    files = f"{tmp_path}/a.jsonl,{tmp_path}/*.txt,{STANDARD_LIBRARY}"
+    corpus = read(files, mixture=(3.0, 1.0, 1.0))
+    sums, text, library = corpus.sources
+    assert len(sums) + len(corpus.validation) == 40
+    assert {document.prompt for document in (*text, *library)} == {None}
+    assert all(document.prompt.endswith(" + 1 =") for document in (*sums, *corpus.validation))
+    # Of the text, too, a share is held out: the one that a run on the text alone holds out.
+    own = read(f"{tmp_path}/*.txt", prompt_field="", text_field="text")
+    assert text == own.train and len(text) < 10
+    with pytest.raises(UserError, match=r"stdlib: has no field 'prompt'.*data\.mixture"):
+        read(f"{tmp_path}/a.jsonl,{STANDARD_LIBRARY}")
+
+
 # --- The command
 
 
@@ -196,7 +244,7 @@ def params_of(path, stage):
 
 
 @pytest.mark.slow
-def test_fine_tuning_starts_from_the_given_parameters(trained, record_file, tmp_path):
+def test_fine_tuning_starts_from_the_given_parameters(trained, record_file, text_glob, tmp_path):
     # The learning rate of the first step is zero, so the parameters are still those of the source.
     out = finetune(trained, tmp_path / "a", record_file, "--config.lm.training.num_steps=1")
     assert "BrierLM" in out
@@ -222,8 +270,11 @@ def test_fine_tuning_starts_from_the_given_parameters(trained, record_file, tmp_
     again = f"--config=configs/workdir.py:{tmp_path / 'd'}"
     run("calm_jax.main", again)
     jax.tree.map(np.testing.assert_array_equal, params_of(tmp_path / "d", "lm"), source)
-    # A fine-tuned run can be fine-tuned in turn.
-    finetune(tmp_path / "a", tmp_path / "c", record_file, "--config.lm.training.num_steps=1")
+    # A fine-tuned run can be fine-tuned in turn, on records that are mixed with text.
+    mixed = [f"--config.data.train_files={record_file},{text_glob}", "--config.data.mixture=(3,1)"]
+    mixed += ["--config.lm.data.isolate_documents=True", "--config.lm.training.num_steps=1"]
+    out = finetune(tmp_path / "a", tmp_path / "c", record_file, *mixed)
+    assert "BrierLM" in out
 
 
 @pytest.mark.slow

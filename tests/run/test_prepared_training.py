@@ -89,7 +89,7 @@ def test_prepared_text_has_the_same_frequency_floor_as_its_files(texts, folders,
 
 def numbered(first: int, number: int) -> Blocks:
     tokens = np.repeat(np.arange(first, first + number, dtype=np.int32)[:, None], 2, axis=1)
-    return Blocks(tokens, np.full(number, 2), np.zeros(number, int))
+    return Blocks(tokens, np.full(number, 2))
 
 
 def test_a_mixture_keeps_its_weights_and_reads_a_source_whole_before_repeating_a_block():

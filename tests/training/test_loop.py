@@ -230,7 +230,7 @@ def test_poisoned_batches_are_skipped_counted_and_reported(tmp_path, capsys):
     config = tiny_config()
     tokens = np.ones((20, 32), np.int32)
     tokens[[3, 11]] = 255
-    text = TrainingText([Blocks(tokens, np.full(20, 32), np.zeros(20, int))], ())
+    text = TrainingText([Blocks(tokens, np.full(20, 32))], ())
     training = dataclasses.replace(
         config.lm.training,
         batch_size=2,
@@ -266,7 +266,7 @@ def test_training_that_stays_nonfinite_ends_with_an_error(tmp_path):
     training = dataclasses.replace(
         config.lm.training, batch_size=2, log_every=1, checkpoint_every=2, max_nonfinite_steps=3
     )
-    blocks = Blocks(np.full((8, 32), 255, np.int32), np.full(8, 32), np.zeros(8, int))
+    blocks = Blocks(np.full((8, 32), 255, np.int32), np.full(8, 32))
     text = TrainingText([blocks], ())
     stage = Stage("lm", Fragile(), {}, None, text, 0, None, training, config.lm.optimizer, 1e6)
     mesh, log = make_mesh(config.mesh), MetricsLog(tmp_path)
@@ -294,7 +294,7 @@ def test_no_checkpoint_is_saved_after_too_many_nonfinite_updates(tmp_path):
     mesh = make_mesh(config.mesh)
 
     def train_on(token: int, num_steps: int) -> None:
-        blocks = Blocks(np.full((8, 32), token, np.int32), np.full(8, 32), np.zeros(8, int))
+        blocks = Blocks(np.full((8, 32), token, np.int32), np.full(8, 32))
         steps = dataclasses.replace(training, num_steps=num_steps)
         text = TrainingText([blocks], ())
         stage = Stage("lm", Fragile(), {}, None, text, 0, None, steps, config.lm.optimizer, 1e6)
@@ -329,7 +329,7 @@ def test_a_trainer_holds_one_state_at_a_time(tmp_path, monkeypatch):
     """Also at the moment when it restores a checkpoint, or takes initial parameters."""
     config = tiny_config()
     training = dataclasses.replace(config.lm.training, batch_size=2, num_steps=2, log_every=2)
-    blocks = Blocks(np.full((8, 32), 1, np.int32), np.full(8, 32), np.zeros(8, int))
+    blocks = Blocks(np.full((8, 32), 1, np.int32), np.full(8, 32))
     text, mesh = TrainingText([blocks], ()), make_mesh(config.mesh)
     stage = Stage("lm", Large(), {}, None, text, 0, None, training, config.lm.optimizer, 1e6)
     params_bytes = 4 * 2**20
@@ -369,7 +369,7 @@ def test_mfu_is_achieved_flops_over_the_devices_peak(tmp_path, monkeypatch):
     """On an accelerator whose peak is known; on others it is not logged."""
     config = tiny_config()
     training = dataclasses.replace(config.lm.training, batch_size=2, num_steps=4, log_every=2)
-    blocks = Blocks(np.full((8, 32), 1, np.int32), np.full(8, 32), np.zeros(8, int))
+    blocks = Blocks(np.full((8, 32), 1, np.int32), np.full(8, 32))
     text, mesh = TrainingText([blocks], ()), make_mesh(config.mesh)
     stage = Stage("lm", Fragile(), {}, None, text, 0, None, training, config.lm.optimizer, 1e6)
 
@@ -396,8 +396,6 @@ def test_metric_sums_since_the_last_log_are_part_of_the_state():
 
 
 def test_targets_of_a_block_are_masked_after_its_text():
-    blocks = Blocks(
-        np.arange(64, dtype=np.int32).reshape(2, 32), np.array([32, 8]), np.zeros(2, int)
-    )
+    blocks = Blocks(np.arange(64, dtype=np.int32).reshape(2, 32), np.array([32, 8]))
     assert (blocks[1]["targets"][:8] == np.arange(32, 40)).all()
     assert (blocks[1]["targets"][8:] == MASKED).all()
