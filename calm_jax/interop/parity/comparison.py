@@ -92,7 +92,9 @@ def _compared(folder: pathlib.Path, case: str, run: Callable[..., Comparisons]) 
         yield _failed(case, str(error))
     except Exception as error:
         # An array of another shape or type may end a computation anywhere.
-        yield _failed(case, f"what follows cannot be computed ({type(error).__name__}: {error})")
+        # Its message may quote the array.
+        message = " ".join(str(error).split())[:300]
+        yield _failed(case, f"what follows cannot be computed ({type(error).__name__}: {message})")
 
 
 def _failed(case: str, reason: str) -> Row:
