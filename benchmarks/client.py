@@ -39,7 +39,7 @@ def server(workdir: str, errors: IO | None = None) -> Iterator[tuple[psutil.Pope
             process.terminate()
         try:
             process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
+        except psutil.TimeoutExpired:
             process.kill()
             raise
 
