@@ -202,7 +202,7 @@ class _Reader:
 
         Text without fields has no prompts: .txt files and the standard library. In a mixture it may stand beside records.
         """
-        files = ",".join(entry for entry in entries if entry != STANDARD_LIBRARY)
+        globs = ",".join(entry for entry in entries if entry != STANDARD_LIBRARY)
         reading = self._config.reading
         found: Iterator[Document] = iter(())
         if STANDARD_LIBRARY in entries:
@@ -212,9 +212,9 @@ class _Reader:
                     "data.train_files needs a weight for each entry (data.mixture)"
                 )
             found = iter(standard_library_documents())
-        if files:
-            has_no_fields = all(format_of(file) == ".txt" for file in find_files(files, key))
-            if is_mixture and has_no_fields:
+        if globs:
+            files = find_files(globs, key)
+            if is_mixture and all(format_of(file) == ".txt" for file in files):
                 reading = dataclasses.replace(reading, prompt_field="")
             found = itertools.chain(self._read(files, key, reading), found)
         if self._config.deduplicate:
@@ -224,10 +224,11 @@ class _Reader:
     def validation(self, globs: str, key: str) -> list[Document]:
         """Documents to score on: none is left out or cut into pieces."""
         reading = dataclasses.replace(self._config.reading, min_characters=0, max_words=0)
-        return self._not_empty(list(self._read(globs, key, reading)), globs, key)
+        found = self._read(find_files(globs, key), key, reading)
+        return self._not_empty(list(found), globs, key)
 
-    def _read(self, globs: str, key: str, reading: Reading) -> Iterator[Document]:
-        return read_documents(find_files(globs, key), key, reading, self.skipped)
+    def _read(self, files: list[str], key: str, reading: Reading) -> Iterator[Document]:
+        return read_documents(files, key, reading, self.skipped)
 
     def _not_empty(self, documents: list[Document], globs: str, key: str) -> list[Document]:
         if not documents:

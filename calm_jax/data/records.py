@@ -1,5 +1,6 @@
 """Records, a prompt and a completion each, to blocks of tokens: for training on completions alone."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from calm_jax.data.packing import (
     IsolatedBlocks,
     cut_blocks,
     document_blocks,
+    filled_blocks,
 )
 from calm_jax.data.tokenizers import Tokenizer
 
@@ -84,14 +86,14 @@ def pack_records(
         first_N, size_N = document_blocks(starts_D, int(lengths_D.sum()), block)
     elif not is_mixed:
         block = max(lengths_D, default=chunk_size)
-    tokens = np.full((len(first_N), block), tokenizer.pad_id, np.int32)
-    is_given = np.zeros(tokens.shape, bool)
-    if rows:
-        flat, flat_given = np.concatenate(rows), np.concatenate(given)
-        for place, (first, size) in enumerate(zip(first_N, size_N, strict=True)):
-            tokens[place, :size] = flat[first : first + size]
-            is_given[place, :size] = flat_given[first : first + size]
-    blocks = Blocks(tokens, size_N, is_given)
+    flat = np.concatenate([np.zeros(0, np.int32), *rows])
+    flat_given = np.concatenate([np.zeros(0, bool), *given])
+    places = [slice(first, first + size) for first, size in zip(first_N, size_N, strict=True)]
+    blocks = filled_blocks([flat[place] for place in places], block, tokenizer.pad_id)
+    is_given = np.zeros(blocks.tokens.shape, bool)
+    for filled, place in zip(is_given, places, strict=True):
+        filled[: place.stop - place.start] = flat_given[place]
+    blocks = dataclasses.replace(blocks, is_given=is_given)
     if config.isolate_documents:
         return IsolatedBlocks(blocks, starts_D, first_N, chunk_size), too_long
     return blocks, too_long
