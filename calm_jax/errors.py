@@ -17,6 +17,11 @@ class UserError(Exception):
         super().__init__(" ".join(message.splitlines())[:_LONGEST_MESSAGE])
 
 
+def reason_of(error: BaseException) -> str:
+    """The message of a library's error, in one line of at most 300 characters."""
+    return " ".join(str(error).split())[:300]
+
+
 class Interrupted(BaseException):
     """A signal (SIGTERM or Ctrl-C) stopped the run. The message says what was saved.
 

@@ -29,7 +29,7 @@ from calm_jax.data.files import (
     state,
     too_long,
 )
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, reason_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,9 +281,8 @@ def read_file(
         # Each remote file system's library raises exceptions of its own.
         if "://" not in file:
             raise
-        reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"{key}: {file} cannot be read ({type(error).__name__}: {reason})"
+            f"{key}: {file} cannot be read ({type(error).__name__}: {reason_of(error)})"
         ) from error
 
 

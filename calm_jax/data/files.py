@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, reason_of
 
 _FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
@@ -104,9 +104,8 @@ def _remote_files(pattern: str, key: str) -> list[str]:
         return sorted(filesystem.unstrip_protocol(name) for name in filesystem.glob(path))
     # Each remote file system's library raises exceptions of its own.
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"{key}: {pattern!r} cannot be listed ({type(error).__name__}: {reason})"
+            f"{key}: {pattern!r} cannot be listed ({type(error).__name__}: {reason_of(error)})"
         ) from error
 
 

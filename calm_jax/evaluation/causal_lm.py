@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, reason_of
 
 # New tokens of a sample: enough for four tokens of any tokenizer, or nearly so.
 _NEW_TOKENS = 16
@@ -32,8 +32,7 @@ class CausalLM:
                 name, trust_remote_code=False
             )
         except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(f"--model=hf:{name} cannot be loaded ({reason})") from error
+            raise UserError(f"--model=hf:{name} cannot be loaded ({reason_of(error)})") from error
         self._model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         torch.manual_seed(seed)
 

@@ -4,7 +4,7 @@ import pathlib
 import re
 
 from calm_jax.data.tokenizers import Tokenizer, TokenizerConfig, open_tokenizer
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, reason_of
 from calm_jax.interop.published import PublishedConfig
 from calm_jax.interop.weights import is_file
 
@@ -67,10 +67,9 @@ def _download(name: str, flag: str, revision: str) -> pathlib.Path:
             )
     # The exceptions of a failed download depend on the HTTP library that the hub's client uses.
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
         at = f" at revision {revision!r}" if revision else ""
         raise UserError(
-            f"{flag}={name!r}{at} is not a folder, and cannot be downloaded from the hub ({type(error).__name__}: {reason}); "
+            f"{flag}={name!r}{at} is not a folder, and cannot be downloaded from the hub ({type(error).__name__}: {reason_of(error)}); "
             "without a network, download it elsewhere and give the folder"
         ) from error
     return pathlib.Path(fetched)

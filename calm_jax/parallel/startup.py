@@ -14,7 +14,7 @@ from absl import flags
 
 from calm_jax.cli.command import command
 from calm_jax.cli.signals import EXIT_INTERRUPTED
-from calm_jax.errors import Interrupted, UserError
+from calm_jax.errors import Interrupted, UserError, reason_of
 
 # When a process has been silent for so many seconds, the others end.
 HEARTBEAT_SECONDS = 60
@@ -179,9 +179,8 @@ def _initialize(
         )
         jax.devices()
     except (ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"process{who} {where}: JAX's distributed runtime cannot start ({reason}); give --coordinator=HOST:PORT, "
+            f"process{who} {where}: JAX's distributed runtime cannot start ({reason_of(error)}); give --coordinator=HOST:PORT, "
             "--num_processes and --process_id, or --distributed=off for one"
         ) from error
     if jax.default_backend() == "cpu" and multihost.is_multiprocess():

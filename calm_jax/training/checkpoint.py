@@ -121,20 +121,14 @@ class Checkpointer:
             _TRAINING: ocp.args.StandardSave(training),
             _ABOUT: ocp.args.JsonSave(_signed(about, {_PARAMS: params, _TRAINING: training})),
         }
-        try:
-            # A save waits for the one before.
-            with ends_if_set_back(str(self.folder)):
-                self._manager.save(step, args=ocp.args.Composite(**items))
-        except (OSError, ValueError, RuntimeError) as error:
-            raise _cannot_write(self.folder, error) from error
+        # A save waits for the one before.
+        with _write_errors(self.folder), ends_if_set_back(str(self.folder)):
+            self._manager.save(step, args=ocp.args.Composite(**items))
 
     def wait(self) -> None:
         """Returns when every started save is complete on disk; raises `UserError` if one failed."""
-        try:
-            with ends_if_set_back(str(self.folder)):
-                self._manager.wait_until_finished()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise _cannot_write(self.folder, error) from error
+        with _write_errors(self.folder), ends_if_set_back(str(self.folder)):
+            self._manager.wait_until_finished()
 
     def restore(self, params: Any, training: Any, mesh: Mesh) -> tuple[Any, Any]:
         """Restores the latest checkpoint.
@@ -170,10 +164,19 @@ class Checkpointer:
             self._manager.close()
 
 
-def _cannot_write(folder: pathlib.Path, error: Exception) -> UserError:
-    complete = latest_step(folder)
-    kept = "there is none yet" if complete is None else f"the last good one is of step {complete}"
-    return UserError(f"{folder}: a checkpoint could not be written ({_first_line(error)}); {kept}")
+@contextlib.contextmanager
+def _write_errors(folder: pathlib.Path) -> Iterator[None]:
+    """Makes a `UserError` of an error while a checkpoint is written."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        complete = latest_step(folder)
+        kept = (
+            "there is none yet" if complete is None else f"the last good one is of step {complete}"
+        )
+        raise UserError(
+            f"{folder}: a checkpoint could not be written ({_first_line(error)}); {kept}"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
@@ -288,12 +291,12 @@ def save_params(folder: pathlib.Path, params: Any, about: dict) -> None:
         ),
         _ABOUT: ocp.args.JsonSave(_signed(about, {_PARAMS: params})),
     }
-    try:
-        with ocp.CheckpointManager(folder.resolve(), item_handlers=handlers) as manager:
-            manager.save(0, args=ocp.args.Composite(**items))
-            manager.wait_until_finished()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _cannot_write(folder, error) from error
+    with (
+        _write_errors(folder),
+        ocp.CheckpointManager(folder.resolve(), item_handlers=handlers) as manager,
+    ):
+        manager.save(0, args=ocp.args.Composite(**items))
+        manager.wait_until_finished()
 
 
 def load_params(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:

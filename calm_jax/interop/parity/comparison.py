@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from calm_jax.cli import progress
 from calm_jax.cli.files import read_file
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, reason_of
 from calm_jax.interop.parity import cases
 from calm_jax.interop.parity.recorded import Arrays, Comparisons, Missing, MissingArray
 
@@ -91,10 +91,9 @@ def _compared(folder: pathlib.Path, case: str, run: Callable[..., Comparisons]) 
     except UserError as error:
         yield _failed(case, str(error))
     except Exception as error:
-        # An array of another shape or type may end a computation anywhere.
-        # Its message may quote the array.
-        message = " ".join(str(error).split())[:300]
-        yield _failed(case, f"what follows cannot be computed ({type(error).__name__}: {message})")
+        # An array of another shape or type may end a computation anywhere, with a message that quotes it.
+        reason = f"{type(error).__name__}: {reason_of(error)}"
+        yield _failed(case, f"what follows cannot be computed ({reason})")
 
 
 def _failed(case: str, reason: str) -> Row:
