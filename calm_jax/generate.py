@@ -88,12 +88,21 @@ _OPTIONS = (
 )
 _start_processes = startup.define_flags()
 
+# All of them, and then their texts, are held in memory.
+_MOST_PROMPTS = 1_000_000
+
 
 def _prompts() -> list[Prompt]:
     prompts: list[Prompt] = list(_PROMPT.value)
     if _PROMPTS_FILE.value:
-        text = read_text(_PROMPTS_FILE.value, "--prompts_file")
-        lines = text.removesuffix("\n").split("\n")
+        text = read_text(_PROMPTS_FILE.value, "--prompts_file").removesuffix("\n")
+        count = text.count("\n") + 1
+        if count > _MOST_PROMPTS:
+            raise UserError(
+                f"--prompts_file={_PROMPTS_FILE.value!r} has {count} prompts, and a command takes at most {_MOST_PROMPTS}: "
+                "take fewer lines"
+            )
+        lines = text.split("\n")
         if pathlib.Path(_PROMPTS_FILE.value).suffix == ".jsonl":
             prompts += [_prompt_of(line, number) for number, line in enumerate(lines, 1)]
         else:
