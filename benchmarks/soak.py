@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak --folder=DIR [--minutes=60] [--seed=0] [--jobs=train,serve,prepare]
 
-`train` trains a tiny recipe and saves a checkpoint every 20 steps; at the end each step must be in metrics.jsonl once, and the same
+`train` trains a tiny recipe and saves a checkpoint every 5 steps; at the end each step must be in metrics.jsonl once, and the same
 command must go on from the last checkpoint. `serve` answers sixteen clients, of whom every third closes its connection in the
 midst of a stream; the others must get an answer, and to the same request always the same. `prepare` prepares text again and again,
 while its workers are killed; each time it must write the same bytes. Every ten seconds memory (RSS), open files with sockets, and
@@ -50,7 +50,7 @@ _CLIENTS = 16
 # Seconds for a command that goes on, also where other programs need the machine.
 _PATIENCE = 3600
 # Between two checkpoints of the training.
-_STEPS = 20
+_STEPS = 5
 
 
 def _start(log: pathlib.Path, *arguments: str) -> psutil.Popen:
