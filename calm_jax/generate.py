@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -183,7 +184,8 @@ def _write(
             left.done(len(done))
     done.sort(key=lambda one: one.index)
     lines = "".join(map(as_line, done))
-    multihost.write_once(lambda: write_atomically(path, lines))
+    # Another command may be writing the same file.
+    multihost.write_once(lambda: write_atomically(path, lines, f".{os.getpid()}"))
     print(f"{path}: {len(done)} texts; {generator.describe(done, options)}")
 
 

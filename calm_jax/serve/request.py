@@ -147,6 +147,11 @@ def parse(fields: dict[str, Any], generator: Generator, limits: Limits) -> Compl
     if seed is not None and not 0 <= seed < 2**32:
         raise RequestError(400, f"seed={seed} must be in [0, 2**32)", "seed")
     stream_options = _field(fields, "stream_options", dict) or {}
+    for name in stream_options:
+        if name != "include_usage":
+            raise RequestError(
+                400, f"stream_options has the unknown field {name!r}: it may have include_usage"
+            )
     return CompletionRequest(
         [prompt for prompt in prompts for _ in range(num)],
         _options(fields, generator, limits),

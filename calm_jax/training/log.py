@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Mapping
 
 import tensorboardX
+from absl import logging
 
 from calm_jax.cli.files import (
     append_line,
@@ -94,18 +95,33 @@ class MetricsLog:
 
 
 def read_records(path: pathlib.Path) -> list[dict]:
-    """The records of a metrics.jsonl; none if there is no such file. Raises `UserError` if it cannot be read."""
+    """The records of a metrics.jsonl; none if there is no such file.
+
+    Lines that are no records are left out, with a warning unless it is the last line, which a killed run may not have finished.
+
+    Raises:
+      UserError: if the file cannot be read.
+    """
     try:
         lines = read_file(path).decode("utf-8", "replace").splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    return [record for line in lines if (record := _parse(line)) is not None]
+    records = [_parse(line) for line in lines]
+    left_out = [number for number, record in enumerate(records[:-1], 1) if record is None]
+    if left_out:
+        logging.warning(
+            "%s: %d lines are no records, the first of them line %d: they are left out",
+            path,
+            len(left_out),
+            left_out[0],
+        )
+    return [record for record in records if record is not None]
 
 
 def _parse(line: str) -> dict | None:
-    """The record of a line; None for another line, such as the unfinished last one of a killed run."""
+    """The record of a line; None for another line."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

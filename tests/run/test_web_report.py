@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import logging
 import math
 import re
 
@@ -228,16 +229,23 @@ def test_a_value_of_the_wrong_type_is_left_out_and_the_rest_is_shown(workdir, na
     assert f"{name}: " not in web_report.page(workdir)
 
 
-def test_a_run_resumes_from_records_of_which_some_are_none(workdir):
+def test_a_run_resumes_from_records_of_which_some_are_none(workdir, caplog):
     """Lines of another form are dropped where the records are read, not kept to fail later."""
     good = [train_record("lm", step) for step in (4, 8)]
     bad = [good[0] | {"step": "4"}, good[0] | {"stage": []}, good[0] | {"loss": {}}, [1], 3]
     write_lines(workdir.metrics_path, [*bad, *good])
-    log = MetricsLog(workdir.path)
-    assert log.records == good and log.seconds("lm") == 16
-    log.cut_back("lm", 4)
-    log.close()
-    assert log.records == good[:1]
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        log = MetricsLog(workdir.path)
+        assert log.records == good and log.seconds("lm") == 16
+        log.cut_back("lm", 4)
+        log.close()
+        assert log.records == good[:1]
+        # What is left ends with the beginning of a line, as a killed run may leave it.
+        with open(workdir.metrics_path, "a") as lines:
+            lines.write('{"stage": "l')
+        assert MetricsLog(workdir.path).records == good[:1]
+    (warning,) = caplog.messages
+    assert "metrics.jsonl: 5 lines are no records, the first of them line 1" in warning
 
 
 def test_a_report_that_fails_is_a_line_and_keeps_the_old_one(workdir, monkeypatch, capsys):

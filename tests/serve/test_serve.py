@@ -312,6 +312,10 @@ DEEP = b'{"prompt": ' + 4000 * b"[" + 4000 * b"]" + b"}"
         ({"prompt": "a", "stop": {"a": 1}}, "stop must be a string or a list"),
         ({"prompt": "a", "stream": "yes"}, "stream must be true or false"),
         ({"prompt": "a", "stream_options": 1}, "stream_options must be an object"),
+        (
+            {"prompt": "a", "stream_options": {"usage": 1}},
+            "stream_options has the unknown field 'usage'",
+        ),
         ({"prompt": "a", "sampler": "best"}, "sampler='best' is none of"),
         ({"prompt": "a", "max_draws": 65}, "max_draws=65 must be at most 64"),
         ({"prompt": "a", "shown_candidates": 65}, "shown_candidates=65 must be from 0 to 64"),
