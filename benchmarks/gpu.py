@@ -6,7 +6,7 @@ Each part is a command of its own with a limit of time: the planner's lines, the
 which has cuDNN's attention), and decoding at T = 1 and T = 1/2. A part leaves NAME.log and NAME.json in --output; a second call runs only the
 parts that have not succeeded, and the quickstart goes on where it stopped. The summary says the MFU of a training step and how
 far decoding is from its bandwidth bound. With --dry_run the same parts run on this machine's CPU at tiny sizes, without the planner's,
-which needs `calm_jax[plan-cuda]`.
+which needs NVIDIA's compiler (`calm_jax[cuda]` has it).
 """
 
 import json

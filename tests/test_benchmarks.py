@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import measure, peer, results
+from benchmarks import gpu, measure, peer, results
 from benchmarks.measure import Options
 from benchmarks.suites import evaluate, generate, startup, train
 from calm_jax.config import resolve
@@ -352,3 +352,44 @@ def test_generation_and_evaluation_are_timed(tmp_path):
     for one in (at_1, at_half):
         assert one["tokens_per_s"] == pytest.approx(2 * 16e3 / one["ms"])
         assert one["first_chunk_ms"] > 0
+
+
+# --- One call on a machine with a GPU
+
+
+def test_a_part_for_gpus_is_repeated_until_it_has_succeeded(tmp_path):
+    assert gpu._run("flag", 60, ["benchmarks.load", "--requests=x"], tmp_path).startswith("failed")
+    assert "--requests=x" in (tmp_path / "flag.log").read_text()
+    assert gpu._run("late", 0.01, ["benchmarks.load", "--help"], tmp_path).startswith("stopped")
+    assert [path.name for path in tmp_path.glob("*.done")] == []
+    for words in (["calendar", "2026"], ["no_such_module"]):
+        assert gpu._run("flag", 60, words, tmp_path).startswith("done in ")
+    assert "2026" in (tmp_path / "flag.log").read_text()
+
+
+def test_decoding_on_a_gpu_is_compared_with_its_bound(tmp_path):
+    assert gpu.summary(tmp_path) == []
+    train_results = [{"ms": 12.34, "mfu": 0.456}, {"ms": 1.0, "mfu": None}]
+    (tmp_path / "train.json").write_text(json.dumps({"results": train_results}))
+    cases = [
+        {"case": "gen:1:8", "tokens_per_s": 500.0},
+        {"case": "gen:0.5:64:pooled", "tokens_per_s": 10.0},
+    ]
+    (tmp_path / "decode.json").write_text(json.dumps({"results": cases}))
+    plans = [{"batch": 8, "temperature": 1.0, "tokens_per_second": 1250.0}]
+    (tmp_path / "plan_decode.json").write_text(json.dumps({"plans": plans}))
+    assert gpu.summary(tmp_path) == [
+        "train: 12.3 ms a step, MFU 45.6%",
+        "train: 1.0 ms a step, MFU not known for this device",
+        "decode gen:1:8: 500 tokens/s, 2.50 times from the bound",
+        "decode gen:0.5:64:pooled: 10 tokens/s",
+    ]
+
+
+@pytest.mark.slow
+def test_the_dry_run_of_the_measurements_for_gpus(tmp_path):
+    out = run("benchmarks.gpu", f"--output={tmp_path}", "--dry_run")
+    for name in ("quickstart", "train", "decode"):
+        assert f"{name}: done in " in out
+    assert "ms a step, MFU not known for this device" in out and "decode gen:1:1: " in out
+    assert "python -m" not in run("benchmarks.gpu", f"--output={tmp_path}", "--dry_run")
