@@ -291,7 +291,11 @@ def _mounted(folder: pathlib.Path, size: int) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+        _unmount(folder)
+
+
+def _unmount(folder: pathlib.Path) -> None:
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def _mount(*arguments: str) -> None:
@@ -457,6 +461,9 @@ def _trial(
     chance = random.Random(f"{_SEED.value} {name} {fault} {number}")
     moment = chance.uniform(0, reference["cpu_seconds"])
     folder = root / f"{name}-{fault}-{number}"
+    if folder.is_mount():
+        # Of a campaign that was killed.
+        _unmount(folder)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     # The reference's name, which an export's model card has in it.
@@ -474,8 +481,8 @@ def _trial(
         shutil.rmtree(folder)
         for path in root.glob(f"{folder.name}.*"):
             path.unlink()
-    record = {"job": name, "fault": fault, "number": number, "moment": round(moment, 3)}
-    return record | {"calls": calls, "wrong": wrong}
+    asked = {"seed": _SEED.value, "job": name, "fault": fault, "number": number}
+    return asked | {"moment": round(moment, 3), "calls": calls, "wrong": wrong}
 
 
 def _disturb_and_recover(
@@ -581,10 +588,11 @@ def main(argv: list[str]) -> int:
         words = " ".join(chance.choices(WORDS, k=400 + 50 * number))
         write_atomically(root / "text" / f"{number}.txt", words)
     trials = root / "trials.jsonl"
-    records = (
-        [json.loads(line) for line in trials.read_text().splitlines()] if trials.exists() else []
-    )
-    done = {(one["job"], one["fault"], one["number"]) for one in records}
+    text = trials.read_text() if trials.exists() else ""
+    # A campaign that was killed may have left the beginning of a line.
+    write_atomically(trials, text[: text.rfind("\n") + 1])
+    records = [json.loads(line) for line in trials.read_text().splitlines()]
+    done = {(one["seed"], one["job"], one["fault"], one["number"]) for one in records}
     _adopt_orphans()
     if {"generate", "serve", "export", "convert"} & set(_JOBS.value):
         _reference("train", jobs["train"], jobs, root)
@@ -594,7 +602,7 @@ def main(argv: list[str]) -> int:
     for number in range(_TIMES.value):
         for name in _JOBS.value:
             for fault in _FAULTS.value:
-                if (name, fault, number) in done or fault in jobs[name].without:
+                if (_SEED.value, name, fault, number) in done or fault in jobs[name].without:
                     continue
                 record = _trial(name, fault, number, jobs[name], references[name], root)
                 records.append(record)

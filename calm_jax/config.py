@@ -121,11 +121,13 @@ class Config:
                 raise UserError(
                     f"{name}.data.block_tokens={block} must be a multiple of chunk_size={self.chunk_size}"
                 )
+            _check_batch(f"{name}.training.batch_size", stage.training.batch_size, block)
             if block < 2 * self.chunk_size:
                 raise UserError(
                     f"{name}.data.block_tokens={block} must hold at least 2 chunks of chunk_size={self.chunk_size}"
                 )
         block = self.lm.data.block_tokens
+        _check_batch("eval.batch_size", self.eval.batch_size, max(block, self.eval.block_tokens))
         if not len(self.eval.published.starts(block, self.chunk_size)):
             raise UserError(
                 f"lm.data.block_tokens={block} is too short to score: with chunk_size={self.chunk_size} no four tokens "
@@ -168,6 +170,11 @@ class Config:
         asked = ("autoencoder", "lm") if self.stage == "all" else (self.stage,)
         return asked if self.has_autoencoder else ("lm",)
 
+
+# Largest sizes and numbers of steps of a config, far above what any has.
+_MOST_SIZE, _MOST_STEPS = 2**24, 2**32
+# The same of the tokens of a batch, which the host makes: a hundred times those of the published recipes.
+_MOST_BATCH_TOKENS = 2**28
 
 # Keys that older versions did not have, with the value that stands for what those did: their workdirs stay readable.
 _ADDED: dict[str, Any] = {
@@ -212,6 +219,8 @@ def _build(cls: Any, section: Mapping[str, Any], path: str) -> Any:
             value = _tuple_of(kind.__args__[0], value, f"{path}{name}")
         elif kind is float and type(value) is int:
             value = float(value)
+        elif kind is int and type(value) is int:
+            _check_size(f"{path}{name}", value)
         elif kind is float and isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{path}{name}={value!r} must be a finite number")
         elif type(value) is not kind:
@@ -227,12 +236,30 @@ def _build(cls: Any, section: Mapping[str, Any], path: str) -> Any:
         raise UserError(message if known else f"{top}.{message}") from error
 
 
+def _check_size(key: str, value: int) -> None:
+    """Raises `UserError` for a whole number with which memory or integers would overflow before anything else is refused."""
+    is_count_of_steps = key.endswith(("seed", "_steps", "_every", "_delay"))
+    most = _MOST_STEPS if is_count_of_steps else _MOST_SIZE
+    if value > most:
+        raise UserError(f"{key}={value} must be at most {most}")
+
+
+def _check_batch(key: str, rows: int, block: int) -> None:
+    if rows * block > _MOST_BATCH_TOKENS:
+        raise UserError(
+            f"{key}={rows} blocks of {block} tokens are more than {_MOST_BATCH_TOKENS} tokens at once"
+        )
+
+
 def _tuple_of(kind: type, value: Any, key: str) -> tuple:
     if not isinstance(value, (list, tuple)):
         raise UserError(f"{key}={value!r} must be a tuple of {kind.__name__}")
     allowed = (float, int) if kind is float else (kind,)
     if any(type(x) not in allowed for x in value):
         raise UserError(f"{key}={value!r} must hold values of type {kind.__name__} only")
+    for x in value:
+        if type(x) is int:
+            _check_size(key, x)
     return tuple(kind(x) for x in value)
 
 

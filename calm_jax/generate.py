@@ -96,7 +96,12 @@ _MOST_PROMPTS = 1_000_000
 def _prompts() -> list[Prompt]:
     prompts: list[Prompt] = list(_PROMPT.value)
     if _PROMPTS_FILE.value:
-        text = read_text(_PROMPTS_FILE.value, "--prompts_file").removesuffix("\n")
+        text = read_text(_PROMPTS_FILE.value, "--prompts_file")
+        if not text:
+            raise UserError(
+                f"--prompts_file={_PROMPTS_FILE.value!r} is empty: an empty line is an empty prompt"
+            )
+        text = text.removesuffix("\n")
         count = text.count("\n") + 1
         if count > _MOST_PROMPTS:
             raise UserError(

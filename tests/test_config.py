@@ -82,6 +82,16 @@ BAD = [
     ("stage", {"stage": "both"}),
     ("compute_dtype", {"compute_dtype": "float16"}),
     ("chunk_size", {"chunk_size": 0}),
+    # Sizes that would fill the memory, or overflow.
+    ("lm.data.block_tokens", {"lm.data.block_tokens": 2**40}),
+    ("lm.data.block_tokens", {"lm.data.block_tokens": 2**24 + 4}),
+    ("lm.training.batch_size", {"lm.training.batch_size": 10**12}),
+    ("lm.training.batch_size", {"lm.training.batch_size": 2**16}),
+    ("autoencoder.training.batch_size", {"autoencoder.training.batch_size": 2**18}),
+    ("eval.batch_size", {"eval.batch_size": 2**16}),
+    ("lm.model.hidden_size", {"lm.model.hidden_size": 2**62}),
+    ("lm.head.num_target_samples", {"lm.head.num_target_samples": 10**12}),
+    ("lm.training.num_steps", {"lm.training.num_steps": 2**33}),
     # Sizes that do not fit together.
     ("autoencoder.data.block_tokens", {"autoencoder.data.block_tokens": 2046}),
     ("lm.data.block_tokens", {"lm.data.block_tokens": 8190}),

@@ -26,6 +26,8 @@ _MOST_MEMORY = 2**32
 # Characters of a line of error.
 _LONGEST = 1600
 _LINES_OF_ERROR = 12
+# What the readers print.
+_LOG = "log.txt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +101,7 @@ class _Cases:
         self._root = root / name.replace(" ", "_")
         self._intact, self._folder = self._root / "intact", self._root / "case"
         self._outside = self._root / "outside"
+        self._shown = 0
         if not self._intact.exists():
             unfinished = self._root / "unfinished"
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -117,6 +120,8 @@ class _Cases:
         _, again = _read(self._reader, self._folder)
         if again != self._right:
             raise RuntimeError(f"{name}: the intact input is read differently the second time")
+        self._log = root / _LOG
+        self._printed()
         self._bound_memory()
 
     @staticmethod
@@ -125,6 +130,15 @@ class _Cases:
         most = pages * resource.getpagesize() + _MOST_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def _printed(self) -> str:
+        """What this process has printed since the last call; threads of a library may print after their case."""
+        sys.stderr.flush()
+        with open(self._log, "rb") as log:
+            log.seek(self._shown)
+            text = log.read()
+        self._shown += len(text)
+        return text.decode("utf-8", "replace")
 
     def run(self, number: int) -> Case:
         file, kind, chance = _plan(self._reader, self._name, number, self._intact, self._seed)
@@ -141,6 +155,9 @@ class _Cases:
             same = found == self._right
             outcome = "right" if same else "wrong result" if self._reader.is_checked else "other"
             found = "" if same else repr(found)[:300]
+        printed = self._printed()
+        if outcome in GOOD and "Traceback" in printed:
+            outcome, found = "a traceback is printed", printed[-1000:]
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         path.unlink(missing_ok=True)
@@ -159,7 +176,7 @@ class _Cases:
 
 def _child(name: str, root: pathlib.Path, seed: int, numbers: list[int], pipe: int) -> None:
     """Runs cases in this process, and writes a line for each. Never returns."""
-    with open(root / "log.txt", "ab") as log:
+    with open(root / _LOG, "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     status = 1
@@ -222,7 +239,7 @@ def run(name: str, root: pathlib.Path, seed: int, numbers: list[int]) -> Iterato
         os.close(reading)
         _, status = os.waitpid(process, 0)
         if not is_ready:
-            raise UserError(f"{name}: the intact input cannot be read: see {root / 'log.txt'}")
+            raise UserError(f"{name}: the intact input cannot be read: see {root / _LOG}")
         if todo:
             reader, intact = READERS[name], root / name.replace(" ", "_") / "intact"
             file, kind, _ = _plan(reader, name, todo[0], intact, seed)

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import logging
 import os
 import pathlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,6 +33,8 @@ _NOT_DAMAGE = (
     "Permission denied",
     "Too many open files",
 )
+# Words in the error of an array that has another shape than the config says.
+_OTHER_SHAPE = "not compatible with the stored shape"
 # Largest file of a checkpoint that holds no arrays; arrays are below folders `d`.
 _MOST_DESCRIPTION_BYTES = 2**30
 # Sizes of `save_params`, which bound its memory.
@@ -150,7 +154,8 @@ class Checkpointer:
         }
         with _errors_named(self.folder, self.latest_step):
             restored = self._manager.restore(self.latest_step, args=ocp.args.Composite(**items))
-        _check(self.folder, self.latest_step, self.about(), restored)
+            stored = _stored_checksums(self.about())
+        _check(self.folder, self.latest_step, stored, restored)
         return restored[_PARAMS], restored[_TRAINING]
 
     def about(self) -> dict:
@@ -209,12 +214,40 @@ def check_files(folder: pathlib.Path, step: int | None) -> None:
             raise UserError(_damage(folder, step, f"{path} is too large"))
 
 
+def _is_no_late_read(record: logging.LogRecord) -> bool:
+    return "exception was never retrieved" not in str(record.msg)
+
+
+@contextlib.contextmanager
+def _late_reads_hidden() -> Iterator[None]:
+    """Keeps this process from printing, after an error, tracebacks of the reads that were going on beside it.
+
+    Orbax reads all arrays at once and closes its event loop at the first error. The other reads end later: TensorStore's threads
+    find the loop closed, and nobody asks for the errors of reads that fail, too, which Python tells when it deletes them.
+    """
+    shown = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        error, code = unraisable.exc_value, getattr(unraisable.object, "cr_code", None)
+        is_closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not (is_closed or (code and "orbax" in code.co_filename)):
+            shown(unraisable)
+
+    # Before the first error, after which they may come at once.
+    sys.unraisablehook = hook
+    logging.getLogger("asyncio").addFilter(_is_no_late_read)
+    yield
+    sys.unraisablehook = shown
+    logging.getLogger("asyncio").removeFilter(_is_no_late_read)
+
+
 @contextlib.contextmanager
 def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
     """Makes a `UserError` of every error while a checkpoint is read; Orbax has many kinds of them for damaged files."""
     try:
-        check_files(folder, step)
-        yield
+        with _late_reads_hidden():
+            check_files(folder, step)
+            yield
     except Exception as error:
         if step != latest_step(folder):
             raise UserError(
@@ -227,6 +260,11 @@ def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
             raise UserError(
                 f"the checkpoint {folder / str(step)} cannot be read ({_first_line(error)})"
             ) from error
+        if _OTHER_SHAPE in str(error):
+            raise UserError(
+                f"config.json and the checkpoint {folder / str(step)} do not fit ({_first_line(error)}): config.json has changed since "
+                "it was saved, or the checkpoint is damaged"
+            ) from error
         raise UserError(_damage(folder, step, _first_line(error))) from error
 
 
@@ -234,16 +272,26 @@ def _signed(about: dict, items: dict[str, Any]) -> dict:
     return about | {_CHECKSUMS: {name: checksums(tree) for name, tree in items.items()}}
 
 
+def _stored_checksums(about: Any) -> dict[str, dict[str, Any]]:
+    """The checksums of a checkpoint, by item and array; none for those of earlier commits. Raises `ValueError` for another form."""
+    if not isinstance(about, dict):
+        raise ValueError(f"{_ABOUT} is no JSON object")
+    stored = about.get(_CHECKSUMS, {})
+    if not isinstance(stored, dict) or not all(isinstance(one, dict) for one in stored.values()):
+        raise ValueError(f"{_CHECKSUMS} of {_ABOUT} are not those of arrays")
+    return stored
+
+
 def _check(
-    folder: pathlib.Path, step: int | None, about: dict, restored: Mapping[str, Any]
+    folder: pathlib.Path,
+    step: int | None,
+    stored: Mapping[str, Mapping[str, Any]],
+    restored: Mapping[str, Any],
 ) -> None:
     """Compares restored arrays with their checksums, if the checkpoint has any.
 
     Raises `AgreedError` for an array that is not what was saved.
     """
-    if _CHECKSUMS not in about:
-        return
-    stored = about[_CHECKSUMS]
     # In the same order on all processes, which compute each checksum together; that of a set differs between them.
     for item in sorted(stored.keys() & restored.keys()):
         for name, value in checksums(restored[item]).items():
@@ -315,13 +363,13 @@ def load_params(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:
         raise UserError(f"{folder} holds no checkpoint: train first")
     path = folder.resolve() / str(step)
     with _errors_named(folder, step):
-        about = {}
+        stored: dict[str, dict[str, Any]] = {}
         # Before the parameters, so that a training that deletes the checkpoint meanwhile does not take their checksums
         # alone. Copies of parameters that earlier commits made for `init_from` do not have it.
         if (path / _ABOUT).exists():
             with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-                about = reader.restore(path / _ABOUT)
+                stored = _stored_checksums(reader.restore(path / _ABOUT))
         with ocp.StandardCheckpointer() as checkpointer:
             params = checkpointer.restore(path / _PARAMS, _abstract(like, mesh))
-    _check(folder, step, about, {_PARAMS: params})
+    _check(folder, step, stored, {_PARAMS: params})
     return params

@@ -144,8 +144,11 @@ def files(tmp_path) -> list[pathlib.Path]:
 
 @pytest.mark.slow
 def test_workers_write_the_bytes_of_a_run_without_a_cluster(tmp_path, files):
-    output = tmp_path / "deep" / "out"
-    printed = run(PREPARE, *arguments(files, output, "--workers=2", "--shard_characters=900"))
+    output, temporary = tmp_path / "deep" / "out", tmp_path / "temporary"
+    temporary.mkdir()
+    asked = arguments(files, output, "--workers=2", "--shard_characters=900")
+    printed = run(PREPARE, *asked, env=os.environ | {"TMPDIR": str(temporary)})
+    assert not list(temporary.iterdir())
     expected = prepared(tmp_path / "loop", files, shard_characters=900)
     assert expected.num_shards > 5
     assert finished(output) == contents(tmp_path / "loop")

@@ -254,6 +254,20 @@ def test_an_unknown_case_is_named_and_skipped(copied, capsys):
     assert "mystery" in capsys.readouterr().out
 
 
+def test_compressed_arrays_that_would_fill_the_memory_are_refused(copied, monkeypatch):
+    folder = copied("temperature")
+    file = folder / "temperature.npz"
+    with np.load(file) as arrays:
+        kept = dict(arrays)
+    np.savez_compressed(file, **kept)
+    total = sum(array.nbytes for array in kept.values())
+    rows, _ = comparison.verify(folder)
+    assert all(row.passed for row in rows)
+    monkeypatch.setattr(comparison, "_MOST_ARRAY_BYTES", total)
+    ((row,), _) = comparison.verify(folder)
+    assert not row.passed and "its arrays have more than 0 MiB" in row.quantity
+
+
 def test_a_missing_folder_is_an_error(tmp_path, capsys):
     assert status_of(tmp_path / "nowhere") == 2
     assert_one_line_error(capsys, "nowhere")

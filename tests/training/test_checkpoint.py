@@ -1,8 +1,11 @@
 """Checksums of checkpoints: their definition, on any mesh, and damaged bits of a stored checkpoint."""
 
 import json
+import logging
 import pathlib
 import shutil
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -178,6 +181,56 @@ def test_a_checkpoint_without_checksums_is_read(tmp_path):
     assert set(about.pop("checksums")) == {"params", "training"}
     path.write_text(json.dumps(about))
     assert same(load(tmp_path / "lm", saved[20]), saved[20])
+
+
+@pytest.mark.parametrize("checksums", [None, [], {"params": None}, {"params": [1, 2]}])
+@pytest.mark.parametrize("is_whole_file", [False, True])
+def test_checksums_of_another_form_are_damage(tmp_path, checksums, is_whole_file):
+    saved = save(tmp_path / "lm")
+    path = tmp_path / "lm" / "20" / "about" / "metadata"
+    about = {"tokenizer": "bytes", "checksums": checksums}
+    # An object without checksums is one of an earlier commit.
+    about = [checksums] if is_whole_file else about
+    path.write_text(json.dumps(about))
+    mesh = mesh_of(1, 1, 1)
+    damaged = r"^the checkpoint \S+/20 is damaged \(.*\); `mv \S+ \S+` makes the one of step 10"
+    with jax.set_mesh(mesh):
+        with pytest.raises(UserError, match=damaged):
+            load_params(tmp_path / "lm", saved[20][0], mesh)
+        checkpointer = Checkpointer(tmp_path / "lm", 2)
+        with pytest.raises(UserError, match=damaged):
+            checkpointer.restore(*saved[20], mesh)
+        checkpointer.close()
+
+
+def test_a_checkpoint_of_other_shapes_is_not_called_damaged(tmp_path):
+    """Else every good one would be moved away where config.json has changed."""
+    params, _ = save(tmp_path / "lm")[20]
+    other = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), params)
+    message = r"^config\.json and the checkpoint \S+/20 do not fit \(.*\): config\.json has changed since it was saved"
+    with jax.set_mesh(mesh_of(1, 1, 1)), pytest.raises(UserError, match=message):
+        load_params(tmp_path / "lm", other, mesh_of(1, 1, 1))
+
+
+def test_reads_that_end_after_an_error_print_nothing(tmp_path, monkeypatch, caplog):
+    """TensorStore's threads report them to the hook, at any time after the error."""
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    params, _ = save(tmp_path / "lm")[20]
+    largest = max(
+        (tmp_path / "lm" / "20" / "params" / "d").iterdir(), key=lambda one: one.stat().st_size
+    )
+    largest.write_bytes(b"")
+    with jax.set_mesh(mesh_of(1, 1, 1)), pytest.raises(UserError, match="is damaged"):
+        load_params(tmp_path / "lm", params, mesh_of(1, 1, 1))
+    shown.clear()
+    caplog.clear()
+    for error in (RuntimeError("Event loop is closed"), RuntimeError("another")):
+        sys.unraisablehook(types.SimpleNamespace(exc_value=error, object=None))
+    assert [str(one.exc_value) for one in shown] == ["another"]
+    for message in ("Task exception was never retrieved", "another message"):
+        logging.getLogger("asyncio").error(message)
+    assert caplog.messages == ["another message"]
 
 
 def test_only_numbers_name_checkpoints_and_an_unreadable_folder_is_not_an_empty_one(tmp_path):

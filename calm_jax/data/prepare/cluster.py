@@ -156,7 +156,8 @@ class Cluster(contextlib.ExitStack):
         try:
             import dask
 
-            dask.config.set(_DASK)
+            # Dask would otherwise make a folder in /tmp, beside the one that the workers get.
+            dask.config.set(_DASK | {"temporary-directory": str(self._work / "dask")})
             import distributed
         except ImportError as error:
             raise UserError("preparing text needs Dask: pip install 'calm_jax[data]'") from error

@@ -22,6 +22,9 @@ from calm_jax.interop.parity.recorded import Arrays, Comparisons, Missing, Missi
 # Of float32 results; relative to the largest value of each quantity, also for gradients.
 TOLERANCE = 1e-4
 
+# Largest sum of the arrays of a case in bytes.
+_MOST_ARRAY_BYTES = 2**30
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -76,6 +79,9 @@ def _compared(folder: pathlib.Path, case: str, run: Callable[..., Comparisons]) 
     file = folder / f"{case}.npz"
     try:
         with np.load(io.BytesIO(read_file(file))) as golden:
+            # Compressed, a small file could fill the memory.
+            if sum(member.file_size for member in golden.zip.infolist()) > _MOST_ARRAY_BYTES:
+                raise ValueError(f"its arrays have more than {_MOST_ARRAY_BYTES >> 20} MiB")
             arrays = Arrays({name: golden[name] for name in golden.files})
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         yield _failed(case, f"{file} cannot be read ({error})")
