@@ -79,6 +79,6 @@ def test_only_regular_files_of_bounded_size_are_read(tmp_path, monkeypatch):
         damages.replace(path, kind, [path], damages.random.Random(0))
         with pytest.raises(OSError):
             read_file(path)
-    monkeypatch.setattr(files, "_MOST_BYTES", 2**21)
+    monkeypatch.setattr(files, "_MOST_TEXT_BYTES", 2**21)
     with pytest.raises(UserError, match="--flag='/dev/zero' has more than 2 MiB"):
         read_text("/dev/zero", "--flag")
