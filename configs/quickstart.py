@@ -72,11 +72,7 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.eval.part_blocks = 32
     config.eval.context_tokens = 256
     config.eval.block_tokens = 512
-    config.sample.prompts = ("def ", "import ", "class ", "    def __init__(self, ")
-    config = common.variant(config, arguments)
-    # Of its own law at lower temperatures, a model this small writes mostly spaces, the most likely text in Python code. A third of
-    # the noise keeps the energy head's BrierLM, is right more often and costs one draw (docs/benchmarks.md).
+    # At lower temperatures a model this small writes mostly spaces, the most likely text in Python code.
     config.sample.temperature = 1.0
-    if config.lm.head.name == "energy":
-        config.sample.sampler, config.sample.temperature = "noise", 0.33
-    return config
+    config.sample.prompts = ("def ", "import ", "class ", "    def __init__(self, ")
+    return common.variant(config, arguments)
