@@ -592,7 +592,9 @@ def main(argv: list[str]) -> int:
     # A campaign that was killed may have left the beginning of a line.
     write_atomically(trials, text[: text.rfind("\n") + 1])
     records = [json.loads(line) for line in trials.read_text().splitlines()]
-    done = {(one["seed"], one["job"], one["fault"], one["number"]) for one in records}
+    if other := {one["seed"] for one in records} - {_SEED.value}:
+        raise UserError(f"--folder={root} has trials of --seed={min(other)}: give another folder")
+    done = {(one["job"], one["fault"], one["number"]) for one in records}
     _adopt_orphans()
     if {"generate", "serve", "export", "convert"} & set(_JOBS.value):
         _reference("train", jobs["train"], jobs, root)
@@ -602,7 +604,7 @@ def main(argv: list[str]) -> int:
     for number in range(_TIMES.value):
         for name in _JOBS.value:
             for fault in _FAULTS.value:
-                if (_SEED.value, name, fault, number) in done or fault in jobs[name].without:
+                if (name, fault, number) in done or fault in jobs[name].without:
                     continue
                 record = _trial(name, fault, number, jobs[name], references[name], root)
                 records.append(record)

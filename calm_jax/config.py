@@ -171,8 +171,13 @@ class Config:
         return asked if self.has_autoencoder else ("lm",)
 
 
-# Largest sizes and numbers of steps of a config, far above what any has.
-_MOST_SIZE, _MOST_STEPS = 2**24, 2**32
+# Largest whole number of a config, as JAX counts in 32 bits; the ends of keys that are sizes, and the largest size.
+_MOST_WHOLE = 2**31 - 1
+_SIZES = (
+    *("_size", "_tokens", "_layers", "_heads", "_samples", "num_blocks"),
+    *("_draws", "_candidates", "_at_once"),
+)
+_MOST_SIZE = 2**24
 # The same of the tokens of a batch, which the host makes: a hundred times those of the published recipes.
 _MOST_BATCH_TOKENS = 2**28
 
@@ -218,9 +223,9 @@ def _build(cls: Any, section: Mapping[str, Any], path: str) -> Any:
         elif isinstance(kind, types.GenericAlias) and kind.__origin__ is tuple:
             value = _tuple_of(kind.__args__[0], value, f"{path}{name}")
         elif kind is float and type(value) is int:
-            value = float(value)
+            value = _as_float(key, value)
         elif kind is int and type(value) is int:
-            _check_size(f"{path}{name}", value)
+            _check_whole(key, value)
         elif kind is float and isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{path}{name}={value!r} must be a finite number")
         elif type(value) is not kind:
@@ -236,12 +241,21 @@ def _build(cls: Any, section: Mapping[str, Any], path: str) -> Any:
         raise UserError(message if known else f"{top}.{message}") from error
 
 
-def _check_size(key: str, value: int) -> None:
+def _check_whole(key: str, value: int) -> None:
     """Raises `UserError` for a whole number with which memory or integers would overflow before anything else is refused."""
-    is_count_of_steps = key.endswith(("seed", "_steps", "_every", "_delay"))
-    most = _MOST_STEPS if is_count_of_steps else _MOST_SIZE
-    if value > most:
-        raise UserError(f"{key}={value} must be at most {most}")
+    if key.endswith("seed"):
+        return  # has bounds of its own
+    most = _MOST_SIZE if key.endswith(_SIZES) else _MOST_WHOLE
+    if not -most <= value <= most:
+        raise UserError(f"{key}={value} must be from {-most} to {most}")
+
+
+def _as_float(key: str, value: int) -> float:
+    """A whole number that stands for a float. Raises `UserError` if no float is as large."""
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise UserError(f"{key}={str(value)[:20]}... must be a finite number") from error
 
 
 def _check_batch(key: str, rows: int, block: int) -> None:
@@ -257,10 +271,12 @@ def _tuple_of(kind: type, value: Any, key: str) -> tuple:
     allowed = (float, int) if kind is float else (kind,)
     if any(type(x) not in allowed for x in value):
         raise UserError(f"{key}={value!r} must hold values of type {kind.__name__} only")
-    for x in value:
-        if type(x) is int:
-            _check_size(key, x)
-    return tuple(kind(x) for x in value)
+    if kind is float:
+        return tuple(_as_float(key, x) if type(x) is int else x for x in value)
+    if kind is int:
+        for x in value:
+            _check_whole(key, x)
+    return tuple(value)
 
 
 def _head_config(section: Mapping[str, Any]) -> type:

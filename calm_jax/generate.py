@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -89,14 +88,15 @@ _OPTIONS = (
 )
 _start_processes = startup.define_flags()
 
-# All of them, and then their texts, are held in memory.
+# All of them, and then their texts, are held in memory, as Python objects of ten times their bytes in the file.
 _MOST_PROMPTS = 1_000_000
+_MOST_PROMPT_BYTES = 2**27
 
 
 def _prompts() -> list[Prompt]:
     prompts: list[Prompt] = list(_PROMPT.value)
     if _PROMPTS_FILE.value:
-        text = read_text(_PROMPTS_FILE.value, "--prompts_file")
+        text = read_text(_PROMPTS_FILE.value, "--prompts_file", _MOST_PROMPT_BYTES)
         if not text:
             raise UserError(
                 f"--prompts_file={_PROMPTS_FILE.value!r} is empty: an empty line is an empty prompt"
@@ -189,8 +189,7 @@ def _write(
             left.done(len(done))
     done.sort(key=lambda one: one.index)
     lines = "".join(map(as_line, done))
-    # Another command may be writing the same file.
-    multihost.write_once(lambda: write_atomically(path, lines, f".{os.getpid()}"))
+    multihost.write_once(lambda: write_atomically(path, lines))
     print(f"{path}: {len(done)} texts; {generator.describe(done, options)}")
 
 

@@ -91,7 +91,8 @@ BAD = [
     ("eval.batch_size", {"eval.batch_size": 2**16}),
     ("lm.model.hidden_size", {"lm.model.hidden_size": 2**62}),
     ("lm.head.num_target_samples", {"lm.head.num_target_samples": 10**12}),
-    ("lm.training.num_steps", {"lm.training.num_steps": 2**33}),
+    ("lm.training.num_steps", {"lm.training.num_steps": 2**31}),
+    ("lm.optimizer.warmup_steps", {"lm.optimizer.warmup_steps": 2**31}),
     # Sizes that do not fit together.
     ("autoencoder.data.block_tokens", {"autoencoder.data.block_tokens": 2046}),
     ("lm.data.block_tokens", {"lm.data.block_tokens": 8190}),
@@ -235,6 +236,19 @@ def test_a_bad_value_is_refused_with_its_key_and_value(key, changes):
     message = refusal(tree_with(changes))
     shown = f"{value:g}" if key in ("temperature", "top_p") else repr(value)
     assert f"{key}={shown}" in message
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400)])
+def test_a_whole_number_that_no_float_holds_is_refused(value):
+    for key, given in (("lm.optimizer.learning_rate", value), ("data.mixture", (1, value))):
+        assert f"{key}=" in refusal(tree_with({key: given}))
+
+
+def test_large_numbers_that_take_no_memory_are_values():
+    changes = {"checkpoint.keep": 10**8, "eval.part_blocks": 10**9, "data.max_words": 10**9}
+    assert resolve(tree_with(changes)).checkpoint.keep == 10**8
+    weights = {"data.train_files": "a.txt,b.txt", "data.mixture": (3 * 10**8, 7 * 10**11)}
+    assert resolve(tree_with(weights)).data.mixture == (3e8, 7e11)
 
 
 def test_a_token_loss_is_refused_for_a_softmax_head():

@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks.damage import damages
 from benchmarks.damage.readers import READERS
-from calm_jax.cli import files
 from calm_jax.cli.files import read_file, read_text
 from calm_jax.errors import UserError
 from tests.damage_toys import TOYS
@@ -79,6 +78,5 @@ def test_only_regular_files_of_bounded_size_are_read(tmp_path, monkeypatch):
         damages.replace(path, kind, [path], damages.random.Random(0))
         with pytest.raises(OSError):
             read_file(path)
-    monkeypatch.setattr(files, "_MOST_TEXT_BYTES", 2**21)
     with pytest.raises(UserError, match="--flag='/dev/zero' has more than 2 MiB"):
-        read_text("/dev/zero", "--flag")
+        read_text("/dev/zero", "--flag", 2**21)

@@ -20,8 +20,6 @@ from calm_jax.errors import UserError
 
 # Largest JSON file in bytes: far above what any has, far below what would fill the memory.
 _MOST_JSON_BYTES = 2**26
-# The same of text that users give, of which a command makes Python objects of ten times its size.
-_MOST_TEXT_BYTES = 2**27
 # The same of other files that are read whole.
 _MOST_BYTES = 2**30
 # Bytes read at once.
@@ -66,22 +64,20 @@ def read_file(path: pathlib.Path, most: int = _MOST_BYTES) -> bytes:
         return file.read(about.st_size)
 
 
-def read_text(name: str, flag: str) -> str:
+def read_text(name: str, flag: str, most: int = _MOST_BYTES) -> str:
     """The UTF-8 text of the file, or pipe, that a flag names; a byte order mark at its beginning is left out.
 
-    Raises `UserError` if it cannot be read, is not valid UTF-8 or has more than 128 MiB.
+    Raises `UserError` if it cannot be read, is not valid UTF-8 or has more than `most` bytes.
     """
     data = bytearray()
     try:
         with open(name, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            while size <= _MOST_TEXT_BYTES and (part := file.read(_PIECE)):
+            while size <= most and (part := file.read(_PIECE)):
                 data += part
                 size = max(size, len(data))
-        if size > _MOST_TEXT_BYTES:
-            raise UserError(
-                f"{flag}={name!r} has more than {_MOST_TEXT_BYTES >> 20} MiB: take fewer lines"
-            )
+        if size > most:
+            raise UserError(f"{flag}={name!r} has more than {most >> 20} MiB")
         return data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):

@@ -104,7 +104,7 @@ class Run:
         checkpointer = Checkpointer(self.workdir.checkpoints(name), self.config.checkpoint.keep)
         try:
             if checkpointer.latest_step is not None:
-                saved_with = checkpointer.about()["tokenizer"]
+                saved_with = checkpointer.about().get("tokenizer")
                 if saved_with != about["tokenizer"]:
                     raise UserError(
                         f"{checkpointer.folder} was saved with another tokenizer ({saved_with}) than the "

@@ -147,10 +147,13 @@ def parse(fields: dict[str, Any], generator: Generator, limits: Limits) -> Compl
     if seed is not None and not 0 <= seed < 2**32:
         raise RequestError(400, f"seed={seed} must be in [0, 2**32)", "seed")
     stream_options = _field(fields, "stream_options", dict) or {}
-    for name in stream_options:
-        if name != "include_usage":
+    for name, value in stream_options.items():
+        # OpenAI's padding against observers of a stream's sizes: none is the only value that is supported.
+        if name != "include_usage" and not (name == "include_obfuscation" and not value):
             raise RequestError(
-                400, f"stream_options has the unknown field {name!r}: it may have include_usage"
+                400,
+                f"stream_options has the unknown field {name!r}: it may have include_usage",
+                "stream_options",
             )
     return CompletionRequest(
         [prompt for prompt in prompts for _ in range(num)],

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import pathlib
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,8 +35,8 @@ _NOT_DAMAGE = (
     "Permission denied",
     "Too many open files",
 )
-# Words in the error of an array that has another shape than the config says.
-_OTHER_SHAPE = "not compatible with the stored shape"
+# Words in the errors about arrays that have other shapes than the config says, or are not there.
+_OTHER_ARRAYS = ("not compatible with the stored shape", "tree structures do not match")
 # Largest file of a checkpoint that holds no arrays; arrays are below folders `d`.
 _MOST_DESCRIPTION_BYTES = 2**30
 # Sizes of `save_params`, which bound its memory.
@@ -162,7 +164,9 @@ class Checkpointer:
         """The `about` that the latest checkpoint was saved with. Raises `UserError` if it cannot be read."""
         items = ocp.args.Composite(**{_ABOUT: ocp.args.JsonRestore()})
         with _errors_named(self.folder, self.latest_step):
-            return self._manager.restore(self.latest_step, args=items)[_ABOUT]
+            about = self._manager.restore(self.latest_step, args=items)[_ABOUT]
+            _stored_checksums(about)
+            return about
 
     def close(self) -> None:
         with ends_if_set_back(str(self.folder)):
@@ -214,40 +218,46 @@ def check_files(folder: pathlib.Path, step: int | None) -> None:
             raise UserError(_damage(folder, step, f"{path} is too large"))
 
 
-def _is_no_late_read(record: logging.LogRecord) -> bool:
-    return "exception was never retrieved" not in str(record.msg)
+def _is_late_read(error: BaseException | None) -> bool:
+    if isinstance(error, RuntimeError) and str(error) == "Event loop is closed":
+        return True
+    frames = traceback.extract_tb(error.__traceback__) if error else []
+    return "OCDBT" in str(error) or any("orbax" in frame.filename for frame in frames)
 
 
-@contextlib.contextmanager
-def _late_reads_hidden() -> Iterator[None]:
-    """Keeps this process from printing, after an error, tracebacks of the reads that were going on beside it.
+class _NoLateReads(logging.Filter):
+    """Drops what asyncio logs of them when it deletes them."""
 
-    Orbax reads all arrays at once and closes its event loop at the first error. The other reads end later: TensorStore's threads
-    find the loop closed, and nobody asks for the errors of reads that fail, too, which Python tells when it deletes them.
+    def filter(self, record: logging.LogRecord) -> bool:
+        is_unasked = "exception was never retrieved" in record.getMessage()
+        return not (is_unasked and _is_late_read(record.exc_info[1] if record.exc_info else None))
+
+
+@functools.cache
+def _hide_late_reads() -> None:
+    """From now on, keeps this process from printing the errors of reads that end after another read has failed.
+
+    Orbax reads all arrays at once and closes its event loop at the first error, which is raised. The other reads end at any later time:
+    TensorStore's threads find the loop closed, and nobody asks for the errors of those that fail, too.
     """
     shown = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        error, code = unraisable.exc_value, getattr(unraisable.object, "cr_code", None)
-        is_closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-        if not (is_closed or (code and "orbax" in code.co_filename)):
+        code = getattr(unraisable.object, "cr_code", None)
+        if not (_is_late_read(unraisable.exc_value) or (code and "orbax" in code.co_filename)):
             shown(unraisable)
 
-    # Before the first error, after which they may come at once.
     sys.unraisablehook = hook
-    logging.getLogger("asyncio").addFilter(_is_no_late_read)
-    yield
-    sys.unraisablehook = shown
-    logging.getLogger("asyncio").removeFilter(_is_no_late_read)
+    logging.getLogger("asyncio").addFilter(_NoLateReads())
 
 
 @contextlib.contextmanager
 def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
     """Makes a `UserError` of every error while a checkpoint is read; Orbax has many kinds of them for damaged files."""
+    _hide_late_reads()
     try:
-        with _late_reads_hidden():
-            check_files(folder, step)
-            yield
+        check_files(folder, step)
+        yield
     except Exception as error:
         if step != latest_step(folder):
             raise UserError(
@@ -260,9 +270,11 @@ def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
             raise UserError(
                 f"the checkpoint {folder / str(step)} cannot be read ({_first_line(error)})"
             ) from error
-        if _OTHER_SHAPE in str(error):
+        if any(words in str(error) for words in _OTHER_ARRAYS):
+            # What follows is advice on Orbax's own options.
+            reason = _first_line(error).split(". ")[0]
             raise UserError(
-                f"config.json and the checkpoint {folder / str(step)} do not fit ({_first_line(error)}): config.json has changed since "
+                f"config.json and the checkpoint {folder / str(step)} do not fit ({reason}): config.json has changed since "
                 "it was saved, or the checkpoint is damaged"
             ) from error
         raise UserError(_damage(folder, step, _first_line(error))) from error

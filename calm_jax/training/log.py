@@ -97,27 +97,28 @@ class MetricsLog:
 def read_records(path: pathlib.Path) -> list[dict]:
     """The records of a metrics.jsonl; none if there is no such file.
 
-    Lines that are no records are left out, with a warning unless it is the last line, which a killed run may not have finished.
+    Lines that are no records are left out, with a warning, but for the beginning of a line that a killed run may leave at the end.
 
     Raises:
       UserError: if the file cannot be read.
     """
     try:
-        lines = read_file(path).decode("utf-8", "replace").splitlines()
+        text = read_file(path).decode("utf-8", "replace")
     except FileNotFoundError:
         return []
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    *lines, unfinished = text.split("\n")
     records = [_parse(line) for line in lines]
-    left_out = [number for number, record in enumerate(records[:-1], 1) if record is None]
+    left_out = [number for number, record in enumerate(records, 1) if record is None]
     if left_out:
         logging.warning(
-            "%s: %d lines are no records, the first of them line %d: they are left out",
+            "%s: what is no record is left out, %d in all, the first on line %d",
             path,
             len(left_out),
             left_out[0],
         )
-    return [record for record in records if record is not None]
+    return [record for record in (*records, _parse(unfinished)) if record is not None]
 
 
 def _parse(line: str) -> dict | None:

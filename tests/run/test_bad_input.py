@@ -296,7 +296,7 @@ PROMPTS_FILES = [
     ("latin.jsonl", b'{"prompt": "caf\xe9"}\n', "is not valid UTF-8"),
     ("empty.txt", b"", "empty.txt' is empty"),
     ("many.txt", b"\n" * 1_000_001, "has 1000001 prompts, and a command takes at most 1000000"),
-    ("large.txt", b"x" * (2**27 + 1), "has more than 128 MiB: take fewer lines"),
+    ("large.txt", b"x" * (2**27 + 1), "large.txt' has more than 128 MiB"),
     ("nowhere/x.txt", None, "x.txt' cannot be read: No such file or directory"),
 ]
 

@@ -83,7 +83,11 @@ def _compared(folder: pathlib.Path, case: str, run: Callable[..., Comparisons]) 
             if sum(member.file_size for member in golden.zip.infolist()) > _MOST_ARRAY_BYTES:
                 raise ValueError(f"its arrays have more than {_MOST_ARRAY_BYTES >> 20} MiB")
             arrays = Arrays({name: golden[name] for name in golden.files})
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (
+        *(OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error),
+        # Of a plain array in its place, and of one that says to be larger than the memory.
+        *(TypeError, MemoryError),
+    ) as error:
         yield _failed(case, f"{file} cannot be read ({error})")
         return
     try:
