@@ -246,8 +246,10 @@ def _check_whole(key: str, value: int) -> None:
     if key.endswith("seed"):
         return  # has bounds of its own
     most = _MOST_SIZE if key.endswith(_SIZES) else _MOST_WHOLE
-    if not -most <= value <= most:
-        raise UserError(f"{key}={value} must be from {-most} to {most}")
+    if value > most:
+        raise UserError(f"{key}={value} must be at most {most}")
+    if value < -most:
+        raise UserError(f"{key}={value} must be at least {-most}")
 
 
 def _as_float(key: str, value: int) -> float:
