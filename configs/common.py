@@ -143,8 +143,8 @@ def get_config() -> ConfigDict:
 
     # --- Generation ---------------------------------------------------------------------------------
     config.sample = ConfigDict()
-    # T, in (0, 1]; a rounded 1/n such as 0.33 counts as 1/n. With a softmax head any T >= 0, where 0 is greedy decoding. The
-    # paper's author advises at most 0.5 for fluent text.
+    # T, in (0, 1]; for the samplers of p^(1/T) a rounded 1/n such as 0.33 counts as 1/n. With a softmax head any T >= 0,
+    # where 0 is greedy decoding. The paper's author advises at most 0.5 for fluent text.
     config.sample.temperature = 0.5
     # Nucleus sampling, for a softmax head only: sample from the likeliest tokens whose probabilities sum to this. 1: from all.
     config.sample.top_p = 1.0

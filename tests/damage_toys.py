@@ -9,6 +9,7 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 import time
 
 from benchmarks.damage import campaign, damages
@@ -49,6 +50,15 @@ def _writing(folder: pathlib.Path) -> None:
         (folder.parent / "outside" / "written").touch()
 
 
+def _printing(folder: pathlib.Path) -> None:
+    """Refuses in one line, after an error that a thread prints, as those of a library do."""
+    if _careful(folder) != _WRITTEN:
+        thread = threading.Thread(target=_careless, args=(folder / "missing",))
+        thread.start()
+        thread.join()
+        raise UserError(f"{folder} cannot be read")
+
+
 # By name: the reader, and the number of its cases.
 TOYS = {
     "careful": (Reader(_write, _careful), 4),
@@ -56,6 +66,7 @@ TOYS = {
     "violent": (Reader(_write, _violent), 4),
     "endless": (Reader(_write, _endless), 4),
     "writing": (Reader(_write, _writing), 4),
+    "printing": (Reader(_write, _printing), 4),
     "careless": (Reader(_write, _careless), 60),
 }
 

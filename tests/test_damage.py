@@ -42,6 +42,7 @@ def toys(tmp_path_factory):
         ("violent", "ends the process"),
         ("endless", "hangs"),
         ("writing", "something was written"),
+        ("printing", "an error is printed"),
     ],
 )
 def test_faults_of_a_reader_are_found(name, expected, toys):

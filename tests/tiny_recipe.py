@@ -38,6 +38,8 @@ def get_config(arguments: str) -> ConfigDict:
     config.autoencoder.optimizer.learning_rate = 0.001
     config.lm.optimizer.learning_rate = 0.02
     config.eval.part_blocks = 3
+    # The model's own law, whose draws and exactness tests look at.
+    config.sample.sampler, config.sample.temperature = "pooled", 1.0
     # Small, so that compiling is fast.
     config.sample.num_candidates = 8
     config.sample.max_draws = 48

@@ -173,7 +173,10 @@ class Generator:
         if not self.has_autoencoder:
             return f"{parts[0]}, top_p {options.top_p:g}"
         num_chunks = sum(len(one.draws) for one in done)
-        if options.temperature < 1 and num_chunks:
+        if options.temperature < 1 and options.sampler == "noise":
+            # Its law is not known, so there is nothing that a chunk could be exact for.
+            parts.append("sampler noise: 1 draw a chunk")
+        elif options.temperature < 1 and num_chunks:
             draws = sum(sum(one.draws) for one in done)
             approximate = num_chunks - sum(sum(one.exact) for one in done)
             parts += [

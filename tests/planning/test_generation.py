@@ -28,7 +28,9 @@ class Here(Topology):
 
 @pytest.mark.slow
 def test_a_chunk_takes_one_pass_over_the_weights_and_the_cache():
-    config = resolve(quickstart.get_config())
+    recipe = quickstart.get_config()
+    recipe.sample.sampler = "pooled"
+    config = resolve(recipe)
     one, four = (plan_decode(config, Here("v5e", "1x1"), batch, 1) for batch in (1, 4))
     body = config.lm.model
     # Keys and values of the context in float32.

@@ -774,6 +774,9 @@ def test_the_description_counts_draws_approximate_chunks_and_alignments():
     assert described(temperature=0.5, sampler="growing") == (
         "temperature 0.5, sampler growing: 24 draws a chunk, 2 of 5 chunks not exact"
     )
+    assert described(temperature=0.33, sampler="noise") == (
+        "temperature 0.33, sampler noise: 1 draw a chunk"
+    )
     assert described(temperature=1.0, prompt_alignment="match") == (
         "temperature 1, prompts: 1 of whole chunks, 1 completed by matching draws, 1 padded on the left, 80 draws"
     )
