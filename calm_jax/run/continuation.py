@@ -60,7 +60,7 @@ class Piece:
     """What one chunk adds to a streamed text.
 
     A stream withholds the end of a text while it may be the beginning of a stop string or an incomplete UTF-8
-    character, and yields it with a later piece.
+    character, and yields it with a later piece. Of chunks that are generated in one call, the last may have the text of all.
 
     Attributes:
       continuation: the continuation that grows; its `text` already contains this piece.
@@ -138,12 +138,14 @@ class Row:
             self.continuation.alignment = "pad" if pads_after else "left"
         return self.ids + pads if pads_after else pads + self.ids
 
-    def append(self, chunk: Sampled, num_given: int) -> Piece:
+    def append(self, chunk: Sampled, num_given: int, shows: bool = True) -> Piece:
         """Adds a chunk's tokens up to eos, the last of `max_tokens` or a stop string, and gives the text to show.
 
         Args:
           chunk: one row's chunk, with tokens [K].
           num_given: how many of its first tokens are the prompt's own.
+          shows: whether text is wanted now. If not, and if no stop string can end it, it comes with a later piece: decoding
+            the text anew for each chunk would take longer than a small model takes to generate it.
         """
         to, options = self.continuation, self.options
         num_before = len(to.tokens)
@@ -155,12 +157,14 @@ class Row:
             if len(to.tokens) == options.max_tokens:
                 to.finish = "length"
                 break
-        text = self._decode_until_stop(num_before)
-        if not to.finish:
-            text = text[: len(text) - _num_withheld(text, options.stop)]
-        # Characters that were shown are never taken back, also where the tokenizer decodes more tokens to fewer characters.
-        piece, self._num_shown = text[self._num_shown :], max(self._num_shown, len(text))
-        to.text = text
+        piece = ""
+        if shows or options.stop or to.finish:
+            text = self._decode_until_stop(num_before)
+            if not to.finish:
+                text = text[: len(text) - _num_withheld(text, options.stop)]
+            # Characters that were shown are never taken back, also where the tokenizer decodes more tokens to fewer characters.
+            piece, self._num_shown = text[self._num_shown :], max(self._num_shown, len(text))
+            to.text = text
         to.chunk_ends.append(len(to.tokens))
         to.draws.append(int(chunk.draws))
         to.decoded.append(int(chunk.decoded))

@@ -229,11 +229,13 @@ class ContinuousBatch:
         )
         chunks, num_steps = multihost.fetch_global((chunks, self._state.step))
         pieces = []
-        for number in range(num_steps - self._num_steps):
+        leaves, tree = jax.tree.flatten(chunks)
+        num_new = num_steps - self._num_steps
+        for number in range(num_new):
             for place, row in running.items():
                 if not row.continuation.finish:
-                    chunk = jax.tree.map(lambda x, at=(place, number): x[at], chunks)
-                    pieces.append(row.append(chunk, 0))
+                    chunk = tree.unflatten([x[place, number] for x in leaves])
+                    pieces.append(row.append(chunk, 0, shows=number == num_new - 1))
         self._num_steps = num_steps
         return pieces
 
