@@ -285,6 +285,8 @@ class Trainer:
         config, name = self._stage.training, self._stage.name
         if step % config.eval_every or not 0 < step < config.num_steps:
             return
+        # Updates that are under way count as training.
+        jax.block_until_ready(self._state)
         began = time.monotonic()
         if self._log.find(name, "validation_part", step) is None:
 
