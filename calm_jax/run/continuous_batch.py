@@ -234,7 +234,7 @@ class ContinuousBatch:
         for number in range(num_new):
             for place, row in running.items():
                 if not row.continuation.finish:
-                    chunk = tree.unflatten([x[place, number] for x in leaves])
+                    chunk = jax.tree.unflatten(tree, [x[place, number] for x in leaves])
                     pieces.append(row.append(chunk, 0, shows=number == num_new - 1))
         self._num_steps = num_steps
         return pieces
