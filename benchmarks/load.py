@@ -36,7 +36,6 @@ def _asked(number: int) -> dict[str, Any]:
         "prompt": f"{_WORDS[number % len(_WORDS)]}{number}",
         "seed": number,
         "temperature": 1.0 if number % 4 else 0.5,
-        "sampler": "pooled",
         "max_tokens": _MAX_TOKENS.value,
         "stream": number % 3 == 0,
     }
@@ -64,7 +63,7 @@ def _alone(bodies: list[dict[str, Any]]) -> list[str]:
     texts = []
     with progress.Countdown("comparing", len(bodies), "texts") as countdown:
         for body in bodies:
-            changes = {name: body[name] for name in ("temperature", "sampler", "max_tokens")}
+            changes = {name: body[name] for name in ("temperature", "max_tokens")}
             options = dataclasses.replace(generator.options, **changes)
             texts.append(generator.generate([body["prompt"]], options, body["seed"])[0].text)
             countdown.add(1)
