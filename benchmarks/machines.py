@@ -78,7 +78,10 @@ class Cell(NamedTuple):
             if plan["needed"] > available:
                 return f"no: {size}"
             time = "" if most else f", {plan['seconds']:.2f} s a step ({plan['limit']})"
-            return f"{size}, {self.microbatches} microbatches{time}"
+            parts = (
+                "1 microbatch" if self.microbatches == 1 else f"{self.microbatches} microbatches"
+            )
+            return f"{size}, {parts}{time}"
         # The largest batch that fits, at temperature 1.
         fitting = [
             (max(one["prefill"], one["needed"]), one)

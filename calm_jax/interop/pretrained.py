@@ -15,8 +15,8 @@ from calm_jax.errors import UserError
 from calm_jax.interop import names
 from calm_jax.interop.conversion import Part, Plan, check_copies, make_plan
 from calm_jax.interop.source import find_tokenizer, folder_of
-from calm_jax.parallel.mesh import adapted, make_mesh, spec_of
-from calm_jax.run.generator import Generator
+from calm_jax.parallel.mesh import spec_of
+from calm_jax.run.generator import Generator, mesh_here
 from calm_jax.tasks import Params
 from configs import ar_m, common
 
@@ -102,7 +102,7 @@ def load_pretrained(source: str, tokenizer: str = "", revision: str = "") -> Gen
     if all(part.stage != "lm" for part in plan.parts):
         raise UserError(f"source={source!r} is an autoencoder: give a language model")
     config = plan.config
-    mesh = make_mesh(adapted(config.mesh, jax.device_count()))
+    mesh = mesh_here(config, plan.tokenizer.vocab_size)
     with jax.set_mesh(mesh):
         params = dict(read_stages(plan, mesh, lambda size: None))
         task = make_lm_task(config, plan.tokenizer, config.eval.published)

@@ -1,4 +1,4 @@
-"""Chooses how a training step fits into memory: `training.accumulation_steps=0` and `lm.model.remat="auto"`.
+"""Chooses how a training step fits into memory, `training.accumulation_steps=0` and `lm.model.remat="auto"`, and the mesh of generation.
 
 The step is compiled, and the compiled program says what it needs. Candidates are tried from the fastest on, as the
 planner estimates their time, up to the first that fits.
@@ -22,7 +22,7 @@ from calm_jax.cost import flops, sizes
 from calm_jax.data.tokenizers import Tokenizer, Vocabulary
 from calm_jax.parallel import multihost
 from calm_jax.parallel.devices import Accelerator, accelerator, memory_here
-from calm_jax.parallel.mesh import num_row_shards
+from calm_jax.parallel.mesh import MeshConfig, adapted, num_row_shards
 from calm_jax.tasks import Params
 from calm_jax.training.step import step_program
 
@@ -31,6 +31,9 @@ from calm_jax.training.step import step_program
 SHARE = 0.9
 # The same for a CPU, whose memory also holds the text, a copy of the state while it is saved, and other programs.
 _SHARE_OF_HOST = 0.5
+# The share of a device's memory that float32 parameters may take if each device is to hold all of them for generation. Their
+# copy in the compute dtype, keys, values and samples need the rest.
+_SHARE_OF_REPLICAS = 0.5
 
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
@@ -70,6 +73,30 @@ def bytes_of(tree: Any) -> float:
             for leaf in jax.tree.leaves(tree)
         )
     )
+
+
+def generation_mesh(config: Config, vocab_size: int, num_devices: int, memory: float) -> MeshConfig:
+    """The mesh on which generation runs, which need not be that of training.
+
+    Every chunk needs all parameters. Devices that hold all of them only share out the rows; where parameters are split, each
+    device receives the other parts for each chunk.
+
+    Args:
+      config: of the model; `config.mesh` is that of its training.
+      vocab_size: of its tokenizer.
+      num_devices: of the mesh.
+      memory: of a device, in bytes.
+
+    Returns:
+      All devices along `data`, if the parameters take at most half of a device's memory. Otherwise `config.mesh`, adapted to
+      the number of devices.
+    """
+    # Counting takes half a second, and one device holds all parameters in any case.
+    if num_devices > 1:
+        held = sizes.state_bytes(config, "lm", vocab_size)
+        if held["parameters"] + held["frozen"] <= _SHARE_OF_REPLICAS * memory:
+            return MeshConfig(data=-1, fsdp=1, tensor=1)
+    return adapted(config.mesh, num_devices)
 
 
 class Need(NamedTuple):

@@ -17,7 +17,7 @@ from calm_jax.config import Config
 from calm_jax.cost import flops, sizes
 from calm_jax.data.tokenizers import vocabulary
 from calm_jax.models.layers import in_compute_dtype
-from calm_jax.parallel.mesh import adapted, make_mesh, num_row_shards, shardings
+from calm_jax.parallel.mesh import make_mesh, num_row_shards, shardings
 from calm_jax.planning import fitting, hlo, memory_traffic
 from calm_jax.planning.planner import COMPILER_OPTIONS
 from calm_jax.planning.result import limits
@@ -118,7 +118,7 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
     """Compiles prefill and decode for `batch` rows with a cache for the whole context, on all devices of `topology`.
 
     Args:
-      config: the recipe; its mesh is adapted to the number of devices, as in generation.
+      config: the recipe; the mesh is that of generation (`calm_jax.planning.fitting.generation_mesh`).
       topology: the hardware.
       batch: rows; rounded up to a multiple of the parts into which the mesh splits rows.
       temperature: T.
@@ -129,10 +129,11 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
     sampler = dataclasses.replace(config.sample.sampler_config, temperature=temperature)
     if config.has_autoencoder:
         sampler.check_latent_head()
-    mesh = make_mesh(adapted(config.mesh, topology.num_devices), topology.devices())
+    words = vocabulary(config.tokenizer)
+    axes = fitting.generation_mesh(config, words.vocab_size, topology.num_devices, topology.memory)
+    mesh = make_mesh(axes, topology.devices())
     ways, num_chunks = num_row_shards(mesh), config.lm.data.block_tokens // config.chunk_size
     batch = -(-batch // ways) * ways
-    words = vocabulary(config.tokenizer)
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, overload
 
 import jax
+from jax.sharding import Mesh
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.cli.files import local_path
@@ -16,8 +17,10 @@ from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 from calm_jax.models.layers import in_compute_dtype
 from calm_jax.parallel import multihost
-from calm_jax.parallel.mesh import adapted, make_mesh
+from calm_jax.parallel.devices import memory_here
+from calm_jax.parallel.mesh import make_mesh
 from calm_jax.parallel.signals import poll
+from calm_jax.planning.fitting import generation_mesh
 from calm_jax.run.continuation import Continuation, Piece, Prompt, Row
 from calm_jax.run.continuous_batch import ContinuousBatch, power_of_two
 from calm_jax.run.workdir import Workdir
@@ -25,6 +28,13 @@ from calm_jax.sampling.config import SampleConfig
 from calm_jax.sampling.decode import CHUNKS_PER_CALL
 from calm_jax.sampling.samplers import check_sampler
 from calm_jax.tasks import LmTask, Params
+
+
+def mesh_here(config: Config, vocab_size: int) -> Mesh:
+    """The mesh for generation on all devices that are here. All processes must call it."""
+    # The same number in all processes.
+    memory = min(multihost.all_gather(memory_here()))
+    return make_mesh(generation_mesh(config, vocab_size, jax.device_count(), memory))
 
 
 class Generator:
@@ -57,12 +67,14 @@ class Generator:
     def load(cls, folder: str | pathlib.Path) -> "Generator":
         """Loads the latest language model of a workdir onto all devices that are here, whatever mesh it was trained on.
 
+        Each device holds all parameters, if they take at most half of its memory.
+
         Raises `UserError` if the folder has none.
         """
         workdir = Workdir(local_path(str(folder), "folder"))
         multihost.check_same(workdir.facts)
         config = workdir.config
-        mesh = make_mesh(adapted(config.mesh, jax.device_count()))
+        mesh = mesh_here(config, workdir.tokenizer.vocab_size)
         with jax.set_mesh(mesh):
             task = make_lm_task(config, workdir.tokenizer, config.eval.published)
             params, frozen = workdir.load_params("lm", task, mesh), {}

@@ -11,7 +11,7 @@ from calm_jax.config import resolve
 from calm_jax.data.tokenizers import Vocabulary
 from calm_jax.errors import UserError
 from calm_jax.parallel.devices import accelerator, memory_here
-from calm_jax.parallel.mesh import AXES, make_mesh
+from calm_jax.parallel.mesh import AXES, MeshConfig, make_mesh
 from calm_jax.planning import fitting
 from calm_jax.planning.fitting import Need
 from calm_jax.run.workdir import Workdir
@@ -137,6 +137,19 @@ def test_a_step_that_the_compiler_refuses_does_not_fit(tiny, monkeypatch):
     with jax.set_mesh(mesh):
         found = fitting.fit_here(config, "lm", words, frozen, jax.random.key(0), mesh)
     assert len(tried) == 2 and chosen([found.config])[0] != (1, "none")
+
+
+def test_devices_hold_all_parameters_for_generation_if_those_take_at_most_half_of_their_memory():
+    tree = calm_m.get_config()
+    tree.mesh.update({"data": 1, "fsdp": 16})
+    config = resolve(tree)
+    # 371,732,608 trained and 75,832,064 frozen ones, in float32.
+    parameters = 4 * (371_732_608 + 75_832_064)
+    whole, split = MeshConfig(-1, 1, 1), MeshConfig(1, 16, 1)
+    for memory, mesh in ((2 * parameters, whole), (2 * parameters - 8, split)):
+        assert fitting.generation_mesh(config, 128257, 16, memory) == mesh
+    # Four devices cannot make up fsdp=16.
+    assert fitting.generation_mesh(config, 128257, 4, 1) == MeshConfig(-1, 4, 1)
 
 
 def test_the_memory_of_a_cpu_is_the_machines():

@@ -6,10 +6,20 @@ import pathlib
 import pytest
 
 from calm_jax.parallel.mesh import MeshConfig, adapted
-from tests.simulated_devices import on
+from tests.simulated_devices import on, run_program
 from tests.workdirs import metrics, run
 
 PROMPT = "def value("
+SPLIT = """
+import dataclasses, json, sys
+import jax
+from calm_jax.run import generator
+generator.memory_here = lambda: 1.0
+model = generator.Generator.load(sys.argv[1])
+assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(model.params))
+[text] = model.generate([sys.argv[2]], dataclasses.replace(model.options, max_tokens=16))
+print(json.dumps([int(token) for token in text.tokens]))
+"""
 
 
 def train(number: int, text_glob: str, workdir: pathlib.Path, *options: str) -> str:
@@ -88,7 +98,9 @@ def test_text_and_exported_weights_do_not_depend_on_the_devices(runs, tmp_path):
         exported = (f"--workdir={workdir}", f"--target={target}", "--ae_path=autoencoder")
         run("calm_jax.interop.export", *exported, env=on(number))
         weights.append((target / "model.safetensors").read_bytes())
-    assert texts[0] == texts[1] and len(texts[0]) == 16
+    # Four devices with too little memory for all parameters, which stay split as the run had them.
+    texts.append(json.loads(run_program(4, SPLIT, str(workdir), PROMPT).stdout.splitlines()[-1]))
+    assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 16
     assert weights[0] == weights[1]
 
 
