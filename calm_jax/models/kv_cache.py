@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from calm_jax.parallel.constraints import is_single_row
+
 # Places of a cache that `UnslicedLayer` reads at once; fewer where they would not divide the cache.
 BLOCK = 32
 # Keys and values of the chunks that are being read, [layers, B, L, G, A] each; inside a layer [B, L, G, A].
@@ -28,7 +30,10 @@ def _attend(query_BLHA: Array, parts: list[Part]) -> Array:
     """Attention with one softmax over all parts, [B, L, H, A]."""
     batch, length, heads, size = query_BLHA.shape
     groups = parts[0][0].shape[2]
-    query_BLGRA = query_BLHA.reshape(batch, length, groups, heads // groups, size)
+    if heads == groups and is_single_row((batch, length), "tpu"):
+        # XLA computes the products of a single query elementwise, and copies the whole cache into another layout for that.
+        query_BLHA = jnp.pad(query_BLHA, ((0, 0), (0, 1), (0, 0), (0, 0)))
+    query_BLGRA = query_BLHA.reshape(batch, -1, groups, heads // groups, size)
     scores = []
     for key_BSGA, _, seen_BLS in parts:
         score_BGRLS = jnp.einsum(
@@ -45,7 +50,7 @@ def _attend(query_BLHA: Array, parts: list[Part]) -> Array:
             value_BSGA,
             preferred_element_type=jnp.float32,
         )
-    return mixed_BLGRA.astype(query_BLHA.dtype).reshape(query_BLHA.shape)
+    return mixed_BLGRA.astype(query_BLHA.dtype).reshape(query_BLHA.shape)[:, :length]
 
 
 class KVCache(NamedTuple):

@@ -26,8 +26,8 @@ from calm_jax.sampling.config import SamplerConfig
 from calm_jax.sampling.decode import CHUNKS_PER_CALL, decode, prefill, with_room
 from calm_jax.sampling.exact import pool_sizes
 
-# The batches and temperatures that are planned.
-BATCHES, TEMPERATURES = (1, 8, 64), (1.0, 0.5)
+# The batches, before they are rounded up to what a mesh can split, and the temperatures that are planned.
+_BATCHES, TEMPERATURES = (1, 8, 64), (1.0, 0.5)
 # Prompts that are read together have at most this many chunks.
 _CHUNKS_READ_TOGETHER = 4096
 
@@ -114,11 +114,29 @@ def _compile(
     return _Compiled(program, results, held + sum(memory.values()))
 
 
+def mesh_of(config: Config, topology: Topology) -> Mesh:
+    """The mesh of generation on all devices of `topology` (`calm_jax.planning.fitting.generation_mesh`)."""
+    vocab_size = vocabulary(config.tokenizer).vocab_size
+    axes = fitting.generation_mesh(config, vocab_size, topology.num_devices, topology.memory)
+    return make_mesh(axes, topology.devices())
+
+
+def _rounded(batch: int, mesh: Mesh) -> int:
+    """`batch`, rounded up to a multiple of the parts into which the mesh splits rows."""
+    ways = num_row_shards(mesh)
+    return -(-batch // ways) * ways
+
+
+def planned_batches(mesh: Mesh) -> list[int]:
+    """The batches that are planned on a mesh, each of them once."""
+    return sorted({_rounded(batch, mesh) for batch in _BATCHES})
+
+
 def plan_decode(config: Config, topology: Topology, batch: int, temperature: float) -> DecodePlan:
-    """Compiles prefill and decode for `batch` rows with a cache for the whole context, on all devices of `topology`.
+    """Compiles prefill and decode for `batch` rows with a cache for the whole context, on the mesh of `mesh_of`.
 
     Args:
-      config: the recipe; the mesh is that of generation (`calm_jax.planning.fitting.generation_mesh`).
+      config: the recipe.
       topology: the hardware.
       batch: rows; rounded up to a multiple of the parts into which the mesh splits rows.
       temperature: T.
@@ -130,10 +148,9 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
     if config.has_autoencoder:
         sampler.check_latent_head()
     words = vocabulary(config.tokenizer)
-    axes = fitting.generation_mesh(config, words.vocab_size, topology.num_devices, topology.memory)
-    mesh = make_mesh(axes, topology.devices())
+    mesh = mesh_of(config, topology)
     ways, num_chunks = num_row_shards(mesh), config.lm.data.block_tokens // config.chunk_size
-    batch = -(-batch // ways) * ways
+    batch = _rounded(batch, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

@@ -13,7 +13,7 @@ import rich.table
 from calm_jax.cli.files import nan_to_none, write_atomically
 from calm_jax.cli.progress import console, duration
 from calm_jax.config import Config
-from calm_jax.planning.generation import BATCHES, TEMPERATURES, plan_decode
+from calm_jax.planning.generation import TEMPERATURES, mesh_of, plan_decode, planned_batches
 from calm_jax.planning.planner import Lowered, compile_plan
 from calm_jax.planning.result import Plan
 from calm_jax.planning.topology import Topology
@@ -132,7 +132,7 @@ def plan_generation(config: Config, topology: Topology, output: pathlib.Path) ->
     for heading in (*headings, "ms a chunk", "limit", "tokens/s"):
         table.add_column(heading, justify="right")
     plans = []
-    for batch in BATCHES:
+    for batch in planned_batches(mesh_of(config, topology)):
         for temperature in TEMPERATURES:
             print(f"compiling batch {batch}, T {temperature:g} ...", file=sys.stderr, flush=True)
             plan = plan_decode(config, topology, batch, temperature)

@@ -8,7 +8,7 @@ import pytest
 
 from calm_jax.config import resolve
 from calm_jax.planning import topology
-from calm_jax.planning.generation import plan_decode
+from calm_jax.planning.generation import plan_decode, planned_batches
 from calm_jax.planning.topology import Topology
 from configs import calm_m, quickstart
 from tests.planning.test_planner import need_cuda, need_tpu, plan
@@ -53,10 +53,21 @@ def test_a_chunk_takes_one_pass_over_the_weights_and_the_cache():
     "hardware",
     [pytest.param("h100:1", marks=need_cuda), pytest.param("v5e:1x1", marks=need_tpu)],
 )
-def test_decoding_moves_little_more_than_one_pass(hardware):
-    """CALM-M in bfloat16: the cache is updated in place, and no kernel is copied out of its stack."""
-    one = plan_decode(resolve(calm_m.get_config()), topology.parse(hardware), 8, 1)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_decoding_moves_little_more_than_one_pass(hardware, batch):
+    """CALM-M in bfloat16: the cache is updated in place, and neither it nor a kernel is copied to be read."""
+    one = plan_decode(resolve(calm_m.get_config()), topology.parse(hardware), batch, 1)
     assert one.moved <= 1.3 * one.one_pass
+
+
+@pytest.mark.parametrize(
+    ("devices", "batches"),
+    [(1, [1, 8, 64]), (4, [4, 8, 64]), (16, [16, 64]), (32, [32, 64]), (256, [256])],
+)
+def test_a_batch_that_rounds_up_to_another_is_not_planned_again(devices, batches):
+    axes = ("data", "fsdp", "tensor")
+    mesh = jax.sharding.AbstractMesh((devices, 1, 1), axes)
+    assert planned_batches(mesh) == batches
 
 
 @pytest.mark.slow

@@ -1,0 +1,71 @@
+"""Products of a single row, to which GPUs and TPUs get a second row, have the same results."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calm_jax.models.kv_cache import KVCache
+from calm_jax.parallel import constraints
+
+
+@pytest.fixture
+def compiled_for(monkeypatch):
+    """Lets the code choose as it would for another platform; the products are still this machine's."""
+
+    def choose(platform: str) -> None:
+        monkeypatch.setattr(
+            constraints, "target_device", lambda: types.SimpleNamespace(platform=platform)
+        )
+
+    return choose
+
+
+def _normal(seed: int, *shapes: tuple[int, ...]) -> list[jax.Array]:
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def _pads(function, *arguments) -> bool:
+    return " pad[" in str(jax.make_jaxpr(function)(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "kernel_shape", "num_contracted", "padded"),
+    [
+        ((1, 8), (8, 3), 1, True),
+        ((1, 1, 8), (8, 3, 4), 1, True),
+        ((1, 1, 3, 4), (3, 4, 7), 2, True),
+        ((2, 1, 8), (8, 3), 1, False),
+    ],
+)
+def test_gpus_get_a_second_row(x_shape, kernel_shape, num_contracted, padded, compiled_for):
+    x, kernel = _normal(0, x_shape, kernel_shape)
+    axes = tuple(range(x.ndim - num_contracted, x.ndim)), tuple(range(num_contracted))
+
+    def dot(x, kernel):
+        return constraints.product(x, kernel, (axes, ((), ())))
+
+    expected = dot(x, kernel)
+    compiled_for("cuda")
+    np.testing.assert_allclose(dot(x, kernel), expected, rtol=1e-5, atol=1e-5)
+    assert dot(x, kernel).shape == expected.shape and _pads(dot, x, kernel) == padded
+
+
+def test_the_heads_products_on_gpus_get_a_second_row_too(compiled_for):
+    x, kernel = _normal(0, (1, 1, 8), (8, 3))
+    expected = constraints.matrix_product(x, kernel)
+    compiled_for("cuda")
+    assert _pads(constraints.matrix_product, x, kernel)
+    np.testing.assert_allclose(constraints.matrix_product(x, kernel), expected, rtol=1e-5)
+
+
+def test_tpus_get_a_second_query(compiled_for):
+    keys, values, query, key, value = _normal(0, *((1, 6, 2, 4),) * 2, *((1, 1, 2, 4),) * 3)
+    cache = KVCache(keys, values, jnp.array([3]), jnp.int32(6))
+    expected = cache.attend(query, key, value)
+    compiled_for("tpu")
+    assert _pads(cache.attend, query, key, value)
+    np.testing.assert_allclose(cache.attend(query, key, value), expected, rtol=1e-5)
