@@ -20,6 +20,7 @@ from calm_jax.errors import UserError, require_at_least
 from calm_jax.parallel import multihost
 from calm_jax.parallel.mesh import shardings
 from calm_jax.parallel.multihost import AgreedError
+from calm_jax.training import tensorstore_leak
 from calm_jax.training.checksums import checksums
 from calm_jax.training.clock import ends_if_set_back
 
@@ -85,6 +86,7 @@ class Checkpointer:
     """
 
     def __init__(self, folder: pathlib.Path, keep: int):
+        tensorstore_leak.avoid()
         self.folder = folder
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
