@@ -55,7 +55,7 @@ class Protocol:
 
 
 def chunks_of(chunk_size: int) -> int:
-    """How many chunks an n-gram of four tokens covers when it starts with a chunk."""
+    """How many chunks an n-gram of four tokens covers if it starts at the first token of a chunk."""
     return -(-ORDERS // chunk_size)
 
 
@@ -85,12 +85,12 @@ def path_collisions(
     Each later chunk is drawn S times after the true prefix and the first sample's own chunks. The term of n tokens is
     the product of `mean_{r != 1} 1[x_r = x_1]` over the chunks before the one that holds token n, times the collision
     of the tokens of that last chunk: `mean_{s != r} 1[x_s = x_r]`, or exactly `sum_v p_v^2` where the model knows its
-    probabilities. The estimate is unbiased, because the other samples do not depend on the first one, which is
-    followed. Under `vmap` over starts, one forward pass per chunk serves all starts, and the cache is held once.
+    probabilities. The estimate is unbiased, because the first sample, whose path is followed, is independent of
+    the other samples. Under `vmap` over starts, one forward pass per chunk serves all starts, and the cache is held once.
 
     Args:
-        model: as samplers see it.
-        cache: of the block's true chunks.
+        model: the model's `ChunkModel` interface.
+        cache: the cache of the block's true chunks.
         seen: how many true chunks precede the start, a scalar.
         h_BD: the hidden state that the start's first chunk is drawn from.
         sample_BSK: samples of that first chunk.
@@ -131,8 +131,8 @@ def brier_terms(
     """Unbiased estimates of brier_1 to brier_4 at every start of a protocol.
 
     Args:
-        model: as samplers see it. With `log_probs` (K = 1) the match terms are exact, and so is the collision of the
-            last token of each n-gram.
+        model: the model's `ChunkModel` interface. With `log_probs` (K = 1) the match terms are exact, and so is the
+            collision of the last token of each n-gram.
         token_BLK: whole blocks.
         key_BLJ: [B, L-1, J]: for each chunk but the first of a block, the key of its samples and the keys of the up
             to three chunks that are drawn after it.
@@ -156,7 +156,7 @@ def brier_terms(
         memory = model.empty_cache(batch, 0, window)
     h_BLD, cache = model.advance(token_BLK[:, :-1], memory)
 
-    # Chunks that hold a token of any scored n-gram. Chunk i is predicted from hidden state i - 1.
+    # The Q chunks that hold a token of any scored n-gram. Chunk i is predicted from hidden state i - 1.
     window_P4 = windows(starts_P)
     needed_Q = np.unique(window_P4 // chunk_size)
     place_P4 = np.searchsorted(needed_Q, window_P4 // chunk_size)
@@ -203,7 +203,7 @@ def brier_terms(
         collision_PB4 = jax.lax.map(continue_from, xs, batch_size=paths_at_once)
         collision_BP4 = collision_PB4.swapaxes(0, 1)
     else:
-        # A few positions at a time, as every pair of samples is compared.
+        # A few positions at a time, because the comparison of all pairs of samples takes memory.
         sample_PBS4 = jnp.moveaxis(sample_BSP4, 2, 0)
         collision_PB4 = jax.lax.map(collisions, sample_PBS4, batch_size=chunks_at_once)
         collision_BP4 = collision_PB4.swapaxes(0, 1)
@@ -232,7 +232,7 @@ def block_sums(terms_BP4: Array, counted_BP4: Array) -> BlockSums:
 
 
 def sums_of(each_B8: Array) -> BlockSums:
-    """The sums over blocks of which each has its own eight numbers: sums of terms, then numbers of positions."""
+    """The sums over blocks, from each block's eight numbers: its sum of terms for each n, then its number of positions."""
     product = jnp.einsum("BI,BJ->IJ", each_B8, each_B8, precision="highest")
     return BlockSums(each_B8.sum(0), product, each_B8[:, ORDERS:].any(-1).sum())
 
@@ -297,7 +297,7 @@ def frequency_floor(train_N4: np.ndarray, target_BP4: np.ndarray, counted_BP4: n
     Args:
         train_N4: four-token windows of the training text.
         target_BP4: the scored windows of each block.
-        counted_BP4: bool, which of their first n tokens are scored (see `counted`).
+        counted_BP4: bool, for which n each window is scored (see `counted`).
     """
     terms_BP4 = frequency_terms(train_N4, target_BP4)
     return score(block_sums(jnp.asarray(terms_BP4, jnp.float32), jnp.asarray(counted_BP4)))

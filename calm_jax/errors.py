@@ -9,8 +9,8 @@ _LONGEST_MESSAGE = 1500
 class UserError(Exception):
     """Bad input. The message is one line with the flag, key or file, its value, and what to do instead.
 
-    Commands print it without a traceback and exit with status 2. Line breaks and the end of a very long line come from what was
-    read, which a message may quote; they are left out.
+    Commands print it without a traceback and exit with status 2. Because a message may quote input of any length, line breaks
+    are replaced by spaces and the message is cut after 1500 characters.
     """
 
     def __init__(self, message: str):
@@ -44,7 +44,7 @@ def require_at_least(least: int, section: object, path: str, *names: str) -> Non
 
 
 def require_positive(section: object, path: str, *names: str) -> None:
-    """The same for values that are not above 0."""
+    """As `require_at_least`: raises `UserError` for the first value that is not above 0."""
     for name in names:
         if getattr(section, name) <= 0:
             raise UserError(f"{path}{name}={getattr(section, name)} must be positive")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-# The Brier scores are of n-grams of 1 to 4 tokens.
+# The longest n-gram of the Brier scores, which are computed for n = 1 to 4.
 ORDERS = 4
 
 
@@ -36,7 +36,7 @@ class Target(NamedTuple):
         posterior: the frozen autoencoder's, [P, Z].
         tokens_PK: their tokens.
         decode: the frozen autoencoder's decoder, latents [R, Z] -> logits [R, K, V].
-        step: number of updates so far, int32; None in evaluation, which leaves out what only helps to train.
+        step: number of updates so far, int32; None in evaluation, where losses leave out terms that only help training.
     """
 
     posterior: Posterior
@@ -59,7 +59,7 @@ def cross_entropy(logits: Array, target: Array) -> Array:
     return _cross_entropy(logits.astype(jnp.float32), target)
 
 
-# With a gradient of its own: automatic differentiation passes over the logits more often.
+# `_cross_entropy` has a custom gradient, because automatic differentiation makes more passes over the logits.
 @jax.custom_vjp
 def _cross_entropy(logits: Array, target: Array) -> Array:
     return _cross_entropy_forward(logits, target)[0]
@@ -127,8 +127,9 @@ def energy_terms(
 ) -> tuple[Array, Array]:
     """The two means of `energy_score`, float32 [P] each: `|x_i - t_m|^beta` (fidelity), `|x_i - x_j|^beta` (diversity)."""
     # No [N, M, Z] array of differences is formed: with the posterior's mean as origin, |x - t|^2 = |x|^2 + |t|^2 - 2 x.t
-    # is a matrix product, and it does not cancel unless a draw hits a random target. Draws of the model do come close
-    # to each other (at the start of training they all coincide), so their differences are taken directly.
+    # is a matrix product, and loses no digits to cancellation unless a draw nearly equals a random target. Draws of the
+    # model do come close to each other (at the start of training they all coincide), so their differences are computed
+    # directly.
     num_draws, num_targets = x_PNZ.shape[1], eps_PMZ.shape[1]
     chex.assert_shape([posterior.mean, posterior.log_std], (x_PNZ.shape[0], x_PNZ.shape[2]))
     chex.assert_shape(eps_PMZ, (x_PNZ.shape[0], num_targets, x_PNZ.shape[2]))
@@ -148,8 +149,8 @@ def decoded_brier(logit_PNKV: Array, tokens_PK: Array) -> Array:
     """The Brier loss of a chunk's n-grams, for a model that decodes each of its draws to a distribution of tokens.
 
     The model's distribution of an n-gram is the mean over its draws of the product of the tokens' probabilities. The
-    Brier loss of an n-gram is the sum of the squared probabilities minus twice that of the true n-gram; BrierLM is made
-    of the same score (`calm_jax.brier`, paper, section 4). It is proper, and the estimate is unbiased: the squares are
+    Brier loss of an n-gram is the sum of the squared probabilities minus twice the probability of the true n-gram; BrierLM
+    is made of the same score (`calm_jax.brier`, paper, section 4). It is proper, and the estimate is unbiased: the squares are
     products of two different draws.
 
     Args:
@@ -165,7 +166,7 @@ def decoded_brier(logit_PNKV: Array, tokens_PK: Array) -> Array:
     equal_PNNK = jnp.einsum("PiKV,PjKV->PijK", prob_PNKV, prob_PNKV, precision="highest")
     is_pair_NN1 = ~np.eye(num_draws, dtype=bool)[..., None]
     loss_P = jnp.zeros(len(tokens_PK))
-    # The products of each n consecutive tokens' values, for n = 1 and then for one more at a time.
+    # Products of the values of n consecutive tokens, for n = 1; each iteration extends them by one token.
     right, equal = right_PNK, equal_PNNK
     for order in range(1, min(chunk_size, ORDERS) + 1):
         if order > 1:

@@ -12,5 +12,5 @@ def stream(seed: int, name: str) -> Array:
 
 
 def named(key: Array, name: str) -> Array:
-    """The key of a named stream of a key: of a row, for instance."""
+    """The key of a named stream that is derived from another key, such as the key of a row."""
     return jax.random.fold_in(key, zlib.crc32(name.encode("utf-8")))

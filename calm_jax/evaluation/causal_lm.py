@@ -5,14 +5,14 @@ from typing import Any
 
 from calm_jax.errors import UserError, reason_of
 
-# New tokens of a sample: enough for four tokens of any tokenizer, or nearly so.
+# New tokens of a sample: enough that its text nearly always has at least four tokens of any other tokenizer.
 _NEW_TOKENS = 16
 
 
 class CausalLM:
-    """A causal language model of a folder or of the Hugging Face hub, to sample from at temperature 1.
+    """A causal language model from a folder or from the Hugging Face hub, to sample from at temperature 1.
 
-    Raises `UserError` if the libraries or the model are not there.
+    Raises `UserError` if the libraries are not installed or the model cannot be loaded.
     """
 
     def __init__(self, name: str, seed: int):
@@ -39,14 +39,14 @@ class CausalLM:
     def sample(
         self, contexts: Sequence[str], num_samples: int, done: Callable[[int], None]
     ) -> list[list[str]]:
-        """Continues every context several times, by samples of the model's own distribution.
+        """Draws `num_samples` continuations of every context from the model's own distribution.
 
-        A context longer than the model's is cut in front.
+        A context that is too long for the model loses its first tokens.
 
         Args:
             contexts: text.
             num_samples: continuations of each.
-            done: called with the number of contexts that are done.
+            done: called after each context with the number of contexts done so far.
         """
         import torch
         import transformers
@@ -75,7 +75,8 @@ class CausalLM:
                 rows = self._model.generate(
                     given, attention_mask=torch.ones_like(given), generation_config=options
                 )
-            # A tokenizer may drop a space at the beginning of what it decodes, so the context is decoded, too.
+            # A tokenizer may drop a space at the beginning of a text that it decodes, so that samples are decoded together with
+            # their context.
             begin = len(self._decode(ids))
             samples.append([self._decode(row)[begin:] for row in rows.tolist()])
             done(number)

@@ -71,7 +71,7 @@ class EvalConfig:
 
     @property
     def equal_context(self) -> Protocol:
-        """The same n-grams after the same context for models of every K, so that their scores compare."""
+        """The same n-grams after the same context for models of every K, so that their scores can be compared."""
         return Protocol(
             self.num_samples,
             first_token=self.context_tokens,
@@ -94,8 +94,8 @@ class Evaluator:
     blocks are batched or divided over devices.
 
     Args:
-        name: of the evaluation, which seeds its random numbers.
-        task: whose `evaluate` and `report` are used.
+        name: the name of the evaluation, which seeds its random numbers.
+        task: the task whose `evaluate` and `report` are used.
         blocks: the split.
         config: `config.eval`.
         mesh: the devices.
@@ -104,7 +104,7 @@ class Evaluator:
     def __init__(self, name: str, task: Task, blocks: BlockSource, config: EvalConfig, mesh: Mesh):
         self._name, self._task, self._blocks, self._mesh = name, task, blocks, mesh
         shards = num_row_shards(mesh)
-        # Each device needs the same number of rows; the last batch is filled up in any case.
+        # Each device needs the same number of rows. A larger batch is no problem, because the last one is padded in any case.
         self._batch_size = -(-config.batch_size // shards) * shards
 
         @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -127,8 +127,8 @@ class Evaluator:
         """Evaluates the task.
 
         Args:
-            params: of the task.
-            frozen: of the task.
+            params: the task's trained parameters.
+            frozen: the task's frozen parameters.
             part: how many evenly spaced blocks to evaluate; None for the whole split.
             between: called after each batch.
 
@@ -136,7 +136,7 @@ class Evaluator:
             The task's report.
         """
         indices = part_of(len(self._blocks), len(self._blocks) if part is None else part)
-        # During training, a part is scored under the stage's own line of progress.
+        # Parts are scored during training, which shows its own progress line.
         shown = part is None and multihost.is_primary()
         total = None
         size = self._batch_size

@@ -1,10 +1,10 @@
-"""BrierLM of samples that any system drew: references and samples are lines of JSON.
+"""BrierLM of the samples of any system. Files of references and of samples hold one JSON object per line.
 
-A reference is a place in a text: `{"id": "3:256", "block": 3, "text": TEXT, "tokens": [IDS]}`, with what follows the place, as
-text, tokens or both. Optional `context` (text) and `context_tokens` are what comes before it. `block` names places that
-depend on each other, such as those of one document; the standard error takes them as clusters. Without it each place is
-a block. A line of samples is `{"id": "3:256", "samples": [...]}`: at least two independent continuations of the context, all
-texts or all lists of tokens.
+A reference is a place in a text, `{"id": "3:256", "block": 3, "text": TEXT, "tokens": [IDS]}`: `text`, `tokens` or both give
+the true continuation after the place. Optional `context` (text) and `context_tokens` give the text before it. Places that
+depend on each other, such as those of one document, have the same `block`; the standard error takes blocks as clusters.
+Without `block` each place is a block of its own. A line of samples is `{"id": "3:256", "samples": [...]}`: at least two
+independent continuations of the context, all texts or all lists of tokens.
 
 R references, S samples of one of them.
 """
@@ -24,7 +24,7 @@ from calm_jax.cli.files import read_text
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 
-# In place of a token after the end of a reference, which is not scored there, and of a sample, which has ended there.
+# These stand in place of tokens after the end of a reference, which are not scored, and after the end of a sample.
 _NOTHING, _ENDED = -1, -2
 
 # A continuation, as a system writes it.
@@ -33,14 +33,14 @@ Sample = str | Sequence[int]
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """A place in a text, and what follows it.
+    """A place in a text, and the true continuation after it.
 
     Attributes:
         id: names the place in files of samples.
         block: the same for places that depend on each other.
-        text: what follows, None if it is given as tokens only. Longer than four tokens where more follow, so that the place
-            where it is cut changes none of them.
-        tokens: the same as token ids, the first four of them at least; None if it is given as text only.
+        text: the continuation; None if it is given as tokens only. If the source goes on, it is longer than four tokens, so
+            that the cut at its end changes none of the four.
+        tokens: the continuation as token ids, at least the first four of them; None if it is given as text only.
         context: the text before the place.
         context_tokens: its token ids.
         tokenizer: the fingerprint of the tokenizer of `tokens` and `context_tokens`.
@@ -56,7 +56,7 @@ class Reference:
 
 
 def _records(path: str, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each record of a file is, for messages, and the record. Raises `UserError` for a line that is no object."""
+    """Yields the location of each record of a file, for messages, and the record. Raises `UserError` for a bad line."""
     for number, line in enumerate(read_text(path, flag).split("\n"), 1):
         if not line.strip():
             continue
@@ -136,7 +136,7 @@ class Scorer:
 
     Args:
         references: by id.
-        tokenizer: of texts; None if references and samples are tokens.
+        tokenizer: tokenises texts; None if references and samples are tokens.
     """
 
     def __init__(self, references: Mapping[str, Reference], tokenizer: Tokenizer | None):
@@ -145,7 +145,10 @@ class Scorer:
         _, self._block_R = np.unique(np.array(names), return_inverse=True)
 
     def score(self, samples: Mapping[str, Sequence[Sample]]) -> brier.Score:
-        """The score of a system. Raises `UserError` for text without a tokenizer, or tokens without tokens to compare."""
+        """The score of a system, from its samples by id.
+
+        Raises `UserError` for text without a tokenizer, and for a reference that lacks the kind of the samples (text or tokens).
+        """
         is_text = all(isinstance(one, str) for several in samples.values() for one in several)
         target_R4 = self.targets(is_text)
         terms_R4 = np.zeros(target_R4.shape)
@@ -168,7 +171,8 @@ class Scorer:
     def targets(self, is_text: bool) -> np.ndarray:
         """The first four tokens of each reference, [R, 4].
 
-        is_text: tokenise their text, as samples that are text are tokenised; else their own tokens.
+        is_text: whether the samples are texts. The references' texts are then tokenised as the samples are; otherwise the
+        references' `tokens` are used.
         """
         true: list[Sample] = []
         for reference in self._references.values():

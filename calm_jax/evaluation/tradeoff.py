@@ -95,9 +95,9 @@ def _sample(
     key_P: Array,
     config: SamplerConfig,
 ) -> Sampled:
-    """Draws two samples of the four tokens after each context; each sample continues its own chunks.
+    """Draws two samples of the four tokens after each context; a sample's later chunks are drawn given its earlier ones.
 
-    chunk_P: the index of the first chunk to sample.
+    chunk_P: the index of the first chunk to sample, for each context.
 
     Returns:
         `tokens` [R, 4 or more], the two samples of a context in successive rows; `draws`, `decoded` and `exact` (how many
@@ -178,7 +178,7 @@ def _contexts(
     each = min(len(starts_P), -(-config.plane_contexts // num_blocks))
     key = stream(config.seed, "plane")
     for index in part_of(len(blocks), num_blocks):
-        # Shifted from block to block, so that contexts of every length take part.
+        # The places are shifted from block to block, so that contexts of every length are measured.
         own_P = starts_P[
             [(place + index) % len(starts_P) for place in part_of(len(starts_P), each)]
         ]
@@ -210,9 +210,9 @@ def measure(
     """Measures the points of the trade-off; prints a line for each.
 
     Args:
-        task: of the language model.
-        params: of the task.
-        frozen: of the task; empty for the autoregressive baseline.
+        task: the language model's task.
+        params: its trained parameters.
+        frozen: its frozen parameters; empty for the autoregressive baseline.
         blocks: the split whose contexts are continued.
         config: `config.eval`.
         chosen: the sampler configs to measure (see `ways`).

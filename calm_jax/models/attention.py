@@ -1,8 +1,8 @@
-"""Causal attention over whole blocks; `lm.model.attention` chooses among implementations that agree up to rounding.
+"""Causal attention over whole blocks of text; `lm.model.attention` chooses among implementations that agree up to rounding.
 
 "xla" is the reference and works on every device; "blocks" is written for CPUs; "cudnn" (NVIDIA GPUs) and "splash"
-(TPUs) never store the [L, L] scores. The device is read from the mesh that is set, so that a program compiled ahead of time for other hardware gets
-the implementation for that hardware.
+(TPUs) never store the [L, L] scores. The device is read from the mesh that is set (`jax.set_mesh`), so that a program
+compiled ahead of time for other hardware gets the implementation for that hardware.
 """
 
 import math
@@ -18,7 +18,7 @@ from calm_jax.parallel.constraints import rows_spec, tensor_spec
 from calm_jax.parallel.devices import target_device
 
 CHOICES = ("auto", "xla", "blocks", "cudnn", "splash")
-# Queries of a block of `_in_blocks`.
+# The number of queries that `_in_blocks` processes at once.
 _QUERY_BLOCK = 128
 # The checkpoint name of the splash kernel's results, which the policies of `lm.model.remat` refer to.
 KEPT = "attention"
@@ -34,7 +34,7 @@ def _not_cudnn(head_size: int, dtype: DTypeLike, isolated: bool) -> str:
         return "needs compute_dtype='bfloat16'"
     if isolated:
         return "would need an L x L mask for lm.data.isolate_documents"
-    # A CPU, which compiles for GPUs that are not here, has no capability: assume a data-centre GPU, 9.0.
+    # CPUs have no compute capability. If they compile for GPUs ahead of time, assume that of a data-centre GPU, 9.0.
     capability = getattr(jax.local_devices()[0], "compute_capability", "9.0")
     largest = 256 if float(capability) >= 9 else 128
     if head_size % 8 or head_size > largest:
@@ -76,10 +76,10 @@ def attend(
     """Causal attention: each position attends to itself and the positions before it, within its own segment.
 
     Args:
-        query_BLHA: scaled by 1 / sqrt(A) here.
+        query_BLHA: not scaled; this function scales by 1 / sqrt(A).
         key_BLGA: H is a multiple of G; consecutive query heads share a key-value head.
         value_BLGA: as the keys.
-        segment_BL: int32, the document of each position; None if every position sees all before it.
+        segment_BL: int32, the document of each position; None if every position attends to all before it.
         choice: one of `CHOICES`; "auto" takes the fastest one that can be used.
 
     Returns:
@@ -114,15 +114,15 @@ def attend(
 def _in_blocks(
     query_BLHA: Array, key_BLGA: Array, value_BLGA: Array, segment_BL: Array | None
 ) -> Array:
-    """Causal attention for CPUs: blocks of queries, each with the keys up to its last query alone.
+    """Causal attention for CPUs, one block of queries at a time, each with only the keys up to its last query.
 
     About half of the scores are never computed. The backward pass computes the weights again from the log-sum-exp of
     the scores instead of storing them (as FlashAttention does; Dao et al. 2022, arXiv 2205.14135).
     """
     batch, length, heads, size = query_BLHA.shape
     groups = key_BLGA.shape[2]
-    # R: query heads that share a key-value head. Heads come before positions, so that each product is over rows that
-    # lie together in memory.
+    # R is the number of query heads that share a key-value head. Heads come before positions, so that the rows of each
+    # product are contiguous in memory.
     query = (query_BLHA / math.sqrt(size)).reshape(batch, length, groups, heads // groups, size)
     mixed_BGRLA = _attend_in_blocks(
         query.transpose(0, 2, 3, 1, 4),
@@ -141,14 +141,14 @@ def _attend_in_blocks(
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:
-    """The first query of each block, and the first one after it."""
+    """The range [first, last) of each block's queries."""
     return [(first, min(first + _QUERY_BLOCK, length)) for first in range(0, length, _QUERY_BLOCK)]
 
 
 def _scores(
     query_BGRLA: Array, key_BGSA: Array, segment_BL: Array | None, first: int, last: int
 ) -> Array:
-    """The scores of queries `first` to `last` with all keys before `last`, float32; -inf where a query must not look."""
+    """The scores of queries [first, last) with keys [0, last), float32; -inf where they are masked."""
     score_BGRLS = jnp.einsum(
         "BGRLA,BGAS->BGRLS",
         query_BGRLA[:, :, :, first:last],
@@ -189,10 +189,11 @@ def _blocks_backward(
 ) -> tuple[Array, Array, Array, None]:
     query_BGRLA, key_BGSA, value_BGSA, segment_BL, mixed_BGRLA, log_sum_BGRL1 = kept
     exact = jnp.float32
-    # sum_S weight * d weight, from the output alone.
+    # The sum over the keys of each weight times its gradient, computed from the output alone (as FlashAttention does).
     delta_BGRL1 = (cotangent_BGRLA.astype(exact) * mixed_BGRLA).sum(-1, keepdims=True)
     query_gradients = []
-    # Transposed, because XLA's CPU backend is slow at products that contract the first axes of both sides.
+    # The gradients of keys and values are computed transposed, because XLA's CPU backend is slow at products that contract
+    # the first axes of both sides.
     key_gradient_BGAS = jnp.zeros(key_BGSA.swapaxes(2, 3).shape, exact)
     value_gradient_BGAS = jnp.zeros_like(key_gradient_BGAS)
     for first, last in _blocks(query_BGRLA.shape[3]):
@@ -212,7 +213,7 @@ def _blocks_backward(
         )
 
         def transposed_product(x_BGRLA: Array, y_BGRLS: Array) -> Array:
-            # In float32: jaxlib 0.10.1 has no bfloat16 product of this layout on CPUs, and fails when it runs.
+            # In float32, because a bfloat16 product of this layout fails at run time on CPUs (jaxlib 0.10.1).
             return jnp.einsum(
                 "BGARL,BGRLS->BGAS",
                 x_BGRLA.transpose(0, 1, 4, 2, 3).astype(exact),
@@ -237,7 +238,7 @@ _attend_in_blocks.defvjp(_blocks_forward, _blocks_backward)
 
 
 def _filled(x_BL: Array, multiple: int) -> Array:
-    """Pads the sequence axis with zeros at the end to a multiple; causal positions before them do not see them."""
+    """Pads the end of the sequence axis with zeros to a multiple; causal attention hides them from the positions before."""
     filler = -x_BL.shape[1] % multiple
     return jnp.pad(x_BL, [(0, 0), (0, filler)] + [(0, 0)] * (x_BL.ndim - 2))
 
@@ -252,12 +253,12 @@ def _cudnn(query_BLHA: Array, key_BLGA: Array, value_BLGA: Array) -> Array:
 def _splash(
     query_BLHA: Array, key_BLGA: Array, value_BLGA: Array, segment_BL: Array | None
 ) -> Array:
-    """The splash kernel under `shard_map`, as the compiler cannot partition a kernel: each device has its rows and heads."""
+    """The splash kernel under `shard_map`, as the compiler cannot partition a kernel: each device computes its rows and heads."""
     arguments = query_BLHA, key_BLGA, value_BLGA, segment_BL
     if jax.sharding.get_abstract_mesh().empty:
         return _splash_on_one_device(*arguments)
     rows = rows_spec(query_BLHA.shape[0])
-    # Tensor parallelism splits the G key-value heads, and query heads follow theirs.
+    # Tensor parallelism splits the G key-value heads; query heads are on the device of their key-value head.
     spec = PartitionSpec(rows, None, tensor_spec(key_BLGA.shape[2]), None)
     on_all = jax.shard_map(
         _splash_on_one_device,
@@ -278,7 +279,7 @@ def _splash_on_one_device(
     tile = _SMALLEST_TILE
     while tile < min(length, _LARGEST_TILE):
         tile *= 2
-    # Lengths have to be whole tiles; the kernel itself pads heads of any size.
+    # The length has to be a multiple of the tile; the head size need not be, as the kernel pads it itself.
     whole = length + -length % tile
     mask = splash.CausalMask((whole, whole))
     kernel = splash.make_splash_mha(

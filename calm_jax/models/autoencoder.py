@@ -50,7 +50,7 @@ class AutoencoderConfig:
 
 
 class Noise(NamedTuple):
-    """The random numbers of the training loss of P chunks (see `Autoencoder.loss`).
+    """The random numbers that the training loss of P chunks needs (see `Autoencoder.loss`).
 
     Attributes:
         keep_token: bool [P, K], false for input tokens to drop.
@@ -148,11 +148,11 @@ class Autoencoder(nn.Module):
         """The most likely token at each unfolded position.
 
         Args:
-            x_RD: positions of `unfold`.
+            x_RD: vectors from `unfold`, for any positions.
             block: how many tokens of the vocabulary have their logits computed at once; bounds memory.
 
         Returns:
-            Token ids, int32 [R]; of equally likely tokens the first, for any block.
+            Token ids, int32 [R]. Among equally likely tokens the first one is chosen, whatever the block.
         """
         with jax.named_scope("argmax_tokens"):
             x_RD, table_VD = self._refine(x_RD), self.embed.embedding

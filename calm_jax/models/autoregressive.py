@@ -1,4 +1,4 @@
-"""The autoregressive baseline: a Llama language model over tokens, with CALM's backbone and methods."""
+"""The autoregressive baseline: a Llama language model over tokens. Its module has CALM's backbone and method names."""
 
 import flax.linen as nn
 import jax

@@ -5,7 +5,7 @@ one hidden state per chunk; from the hidden state of chunk i, a generative head 
 The frozen autoencoder (autoencoder.py) decodes that latent to K tokens, and these tokens, not the latent, are the
 backbone's next input: the paper found latents as input much worse.
 
-Next: heads/energy.py, the head; `calm_jax.losses`, the scores that train it; `calm_jax.brier`, how the model is
+Read next: heads/energy.py, the head; `calm_jax.losses`, the scores that train it; `calm_jax.brier`, how the model is
 scored; `calm_jax.sampling.temperature`, how it is sampled at a temperature.
 """
 
@@ -96,7 +96,7 @@ class TokenPredictor(nn.Module):
             tokens_BLK: the chunks to predict from them.
         """
         with jax.named_scope("token_predictor"):
-            # Unconstrained, XLA computes a wrong gradient on a mesh with data, fsdp and tensor axes (jaxlib 0.10.1).
+            # Without the constraints XLA computes a wrong gradient on a mesh with data, fsdp and tensor axes (jaxlib 0.10.1).
             x_BLE = constrain(self.expand(constrain(nn.silu(self.up(h_BLD)))))
             x_BTD = self.norm(x_BLE.reshape(len(h_BLD), -1, self.hidden_size))
             target_BT = tokens_BLK.reshape(len(h_BLD), -1)
@@ -104,12 +104,12 @@ class TokenPredictor(nn.Module):
 
 
 class CALM(nn.Module):
-    """The language model: `hidden` reads chunks, `sample` draws the next chunk's latent, `loss` trains both.
+    """The language model: `hidden` reads chunks, `sample` draws the next chunk's latent, `loss` trains backbone and head.
 
     Attributes:
         config: of the backbone.
         head: a latent head (see `calm_jax.models.heads`).
-        token_predictor: the auxiliary task; None for none.
+        token_predictor: the auxiliary task; None to train without it.
         vocab_size: V, of the embedding table; pads included.
         pad_id: the token whose embedding stays zero.
         dtype: of the arithmetic; parameters are float32.
@@ -139,8 +139,8 @@ class CALM(nn.Module):
 
         Args:
             tokens_BLK: token ids, int32 [B, L, K].
-            memory: a key-value cache or fork of one to continue from, or the documents to keep apart (see
-                `calm_jax.models.kv_cache`); None for whole blocks in which every chunk sees all chunks before it.
+            memory: a key-value cache, or a fork of one, to continue from; or segment ids, which keep documents apart (see
+                `calm_jax.models.kv_cache`); None for whole blocks in which every chunk attends to all chunks before it.
 
         Returns:
             Hidden states [B, L, D], the one at chunk i to generate chunk i+1 from; and the cache or fork, extended

@@ -2,9 +2,10 @@
 
 All three are arguments of pure functions, never state of a module; caches and forks are results too. Layers only read
 them: a layer attends to its part of a cache and to the new chunks, and the new keys and values of all layers are written
-together, once. So a compiled loop over chunks updates its cache in place, and moves no more of it than it reads.
-B rows, L new chunks, S places of a cache, R query heads of a key-value head, H query heads, G key-value heads, A features
-per head.
+together, once. So a compiled loop over chunks updates its cache in place, and copies no places that it does not read.
+
+B rows, L new chunks, S places of a cache, H query heads, G key-value heads, R = H / G query heads per key-value head,
+A features per head.
 """
 
 import itertools
@@ -18,11 +19,11 @@ from jax.typing import DTypeLike
 
 from calm_jax.parallel.constraints import is_single_row
 
-# Places of a cache that `UnslicedLayer` reads at once; fewer where they would not divide the cache.
+# How many places of a cache `UnslicedLayer` reads at once; fewer if this does not divide the cache's number of places.
 BLOCK = 32
-# Keys and values of the chunks that are being read, [layers, B, L, G, A] each; inside a layer [B, L, G, A].
+# Keys and values of the new chunks, [layers, B, L, G, A] each; inside a layer [B, L, G, A].
 Written = tuple[Array, Array]
-# Keys and values that queries attend to, [B, S, G, A] each, and the mask of those that each query sees, bool [B, L, S].
+# Keys and values, [B, S, G, A] each, and the mask of those that each query attends to, bool [B, L, S].
 Part = tuple[Array, Array, Array]
 
 
@@ -31,7 +32,8 @@ def _attend(query_BLHA: Array, parts: list[Part]) -> Array:
     batch, length, heads, size = query_BLHA.shape
     groups = parts[0][0].shape[2]
     if heads == groups and is_single_row((batch, length), "tpu"):
-        # XLA computes the products of a single query elementwise, and copies the whole cache into another layout for that.
+        # XLA for TPUs would compute the products of a single query elementwise, and copy the whole cache into another layout
+        # for that. A second query, of zeros, avoids it.
         query_BLHA = jnp.pad(query_BLHA, ((0, 0), (0, 1), (0, 0), (0, 0)))
     query_BLGRA = query_BLHA.reshape(batch, -1, groups, heads // groups, size)
     scores = []
@@ -54,19 +56,20 @@ def _attend(query_BLHA: Array, parts: list[Part]) -> Array:
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the chunks read so far: a ring buffer with S places, where chunk i has place i mod S.
+    """Keys and values of the chunks read so far: a ring buffer with S places (slots), where chunk i has place i mod S.
 
-    If a chunk sees only the last W chunks, a text may be longer than the cache. To read L chunks at once, S must then be
-    at least W + L - 1, and the L chunks must not wrap around the end of the S places. A cache of no places gets as many as
-    the chunks that it reads first. Heads come before places, so that the products of `UnslicedLayer` read them as they lie
-    in memory. Inside a layer (`parts`, `attend`), `key` and `value` are those of the layer, [B, S, G, A].
+    A chunk "sees" the chunks that it attends to. If a chunk sees only the last W chunks, a text may be longer than the
+    cache. To read L chunks at once, S must then be at least W + L - 1, and the L chunks must not wrap around the end of the
+    S places. A cache with S = 0 becomes as large as the first read: it gets one place per chunk. Heads come before places,
+    so that `UnslicedLayer` need not transpose the cache. Inside a layer (`parts`, `attend`), `key` and `value` are those of
+    the layer, [B, S, G, A].
 
     Attributes:
         key: [layers, B, G, S, A], rotated by position.
         value: [layers, B, G, S, A].
         length: int32 [B], how many chunks each row has read.
         window: int32, how many of the last chunks, itself included, each chunk sees: a scalar, or [B, L] for the L
-            chunks of one read (see `SegmentIds.window`). With S or more, a chunk sees all chunks before it.
+            chunks of one read (see `SegmentIds.window`). With a window of S or more, a chunk sees all chunks before it.
     """
 
     key: Array
@@ -94,7 +97,7 @@ class KVCache(NamedTuple):
         )
 
     def for_layers(self) -> "KVCache":
-        """The cache as a scan over layers slices it, [layers, B, S, G, A]: the order that compilers for GPUs and TPUs read
+        """The cache in the layout for a scan over layers, [layers, B, S, G, A], which compilers for GPUs and TPUs read
         without a copy."""
         return self._replace(key=self.key.swapaxes(2, 3), value=self.value.swapaxes(2, 3))
 
@@ -111,7 +114,7 @@ class KVCache(NamedTuple):
 
             def put(places: Array, new: Array) -> Array:
                 at = places.at[:, row_B1, :, place_BL]
-                # Indexed axes come first.
+                # Indexing as in NumPy puts the axes of the index arrays, B and L, first.
                 new_BL = new.transpose(1, 2, 0, 3, 4)
                 return at.set(new_BL, unique_indices=True, mode="promise_in_bounds")
 
@@ -121,13 +124,14 @@ class KVCache(NamedTuple):
         return self._replace(key=key, value=value, length=self.length + num_new)
 
     def seen(self, num_new: int, size: int) -> tuple[Array, Array]:
-        """What each new chunk sees of the S places of the cache, bool [B, L, S], and of the new chunks, bool [B, L, L]."""
+        """The attention masks of the new chunks: over the S places of the cache, bool [B, L, S], and over the new chunks,
+        bool [B, L, L]."""
         # The position of the chunk at each place; negative where nothing has been written.
         last_B1 = self.length[:, None] - 1
         at_BS = last_B1 - (last_B1 - jnp.arange(size)) % max(1, size)
         new_L = jnp.arange(num_new)
         behind_BLS = (self.length[:, None] + new_L)[..., None] - at_BS[:, None]
-        # The new chunks overwrite the oldest ones.
+        # A new chunk overwrites the chunk S before it, and so never sees chunks that are S or more behind.
         window = self.window[..., None]
         old_BLS = (at_BS[:, None] >= 0) & (behind_BLS < jnp.minimum(window, size))
         behind_LL = new_L[:, None] - new_L
@@ -135,7 +139,7 @@ class KVCache(NamedTuple):
         return old_BLS, jnp.broadcast_to(new_BLL, (len(self.length), num_new, num_new))
 
     def parts(self, key_BLGA: Array, value_BLGA: Array) -> list[Part]:
-        """Inside a layer: what the new chunks attend to, the cache and themselves."""
+        """Inside a layer: the keys, values and masks for the new chunks' attention to the cache and to themselves."""
         size = self.key.shape[1]
         old_BLS, new_BLL = self.seen(key_BLGA.shape[1], size)
         new = key_BLGA, value_BLGA, new_BLL
@@ -147,13 +151,13 @@ class KVCache(NamedTuple):
 
 
 class UnslicedLayer(NamedTuple):
-    """One layer's view of a cache for one new chunk a row, for CPUs: it reads the places that hold chunks, and no others.
+    """One layer's view of a cache for one new chunk per row, for CPUs: it reads only blocks of places that hold chunks.
 
-    XLA's CPU backend copies the slice of a layer, with all its places, before each product. This copies a block of places
-    at a time, and stops after the last block that any row has written to.
+    XLA's CPU backend copies the slice of a layer, with all its places, before each product. This class copies a block of
+    places at a time, and stops after the last block that any row has written to.
 
     Attributes:
-        cache: of all layers.
+        cache: the cache of all layers.
         layer: int32, the layer's number.
     """
 
@@ -161,7 +165,7 @@ class UnslicedLayer(NamedTuple):
     layer: Array
 
     def attend(self, query_B1HA: Array, key_B1GA: Array, value_B1GA: Array) -> Array:
-        """As `KVCache.attend`, up to rounding: one softmax, added up block by block (Milakov and Gimelshein 2018,
+        """As `KVCache.attend`, up to rounding, with an online softmax over the blocks (Milakov and Gimelshein 2018,
         arXiv 1805.02867)."""
         cache = self.cache
         batch, _, heads, size = query_B1HA.shape
@@ -213,8 +217,8 @@ class Fork(NamedTuple):
     Under `vmap` over forks of one prefix, the prefix is stored once.
 
     Attributes:
-        prefix: the cache, whose text must not have outgrown it: chunk i is at place i. Its `length` is the number of
-            chunks before the fork. Its `window`, a scalar or [B, 1], is that of the last chunk before the fork: each
+        prefix: the cache; its text must not be longer than the cache, so that chunk i is at place i. Its `length` is the
+            number of chunks before the fork. Its `window`, a scalar or [B, 1], is that of the last chunk before the fork: each
             chunk of the fork sees that many of the last chunks of the prefix, and the fork's own chunks up to itself.
         own: the cache of the fork's own chunks.
     """
@@ -250,7 +254,7 @@ class Fork(NamedTuple):
         return self._replace(own=self.own.extended(written))
 
     def attend(self, query_BLHA: Array, key_BLGA: Array, value_BLGA: Array) -> Array:
-        """Inside a layer: as `KVCache.attend`, to the prefix's window, the fork's own chunks and the new ones."""
+        """Inside a layer: attention of the new chunks to the prefix's window, the fork's own chunks and themselves."""
         behind_BS = self.prefix.length[:, None] - jnp.arange(self.prefix.key.shape[1])
         seen_BS = (behind_BS > 0) & (behind_BS <= self.prefix.window)
         seen_BLS = jnp.broadcast_to(
@@ -261,7 +265,7 @@ class Fork(NamedTuple):
 
 
 class SegmentIds(NamedTuple):
-    """The documents of packed blocks that are read whole, to keep documents from attending to each other.
+    """The document of each chunk in packed blocks, so that documents do not attend to each other; without a cache.
 
     Attributes:
         segment: int32 [B, L]; chunks with equal ids belong to one document, and are contiguous.
@@ -270,7 +274,8 @@ class SegmentIds(NamedTuple):
     segment: Array
 
     def next_position(self) -> Array:
-        """Positions count through the block, over all documents: rotary attention depends on differences only."""
+        """The position of each row's first chunk, 0. Positions do not restart with each document: rotary attention depends
+        only on differences of positions."""
         return jnp.zeros(len(self.segment), jnp.int32)
 
     def for_layers(self) -> "SegmentIds":

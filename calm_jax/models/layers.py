@@ -24,7 +24,7 @@ def linear(
     use_bias: bool = True,
     kernel_init: nn.initializers.Initializer = normal_init,
 ) -> nn.DenseGeneral:
-    """A linear layer over `axis`, in `dtype` arithmetic over float32 parameters."""
+    """A linear layer that contracts `axis`; it computes in `dtype` and has float32 parameters."""
     return nn.DenseGeneral(
         features,
         axis=axis,
@@ -37,9 +37,10 @@ def linear(
 
 
 def in_compute_dtype(params: Any, dtype: DTypeLike) -> Any:
-    """Parameters for inference: kernels and embedding tables, which layers cast to `dtype` where they use them, cast once.
+    """Casts kernels and embedding tables to `dtype` once, for inference: layers would otherwise cast them at every use.
 
-    The results of a model that computes in `dtype` do not change. Scales and biases stay float32, in which norms use them.
+    The results of a model that computes in `dtype` do not change. Scales and biases stay float32, because norms use them
+    in float32.
     """
     if jnp.dtype(dtype) == jnp.float32:
         return params
@@ -56,7 +57,7 @@ def linear_in_float32(
     name: str | None = None,
     kernel_init: nn.initializers.Initializer = normal_init,
 ) -> nn.DenseGeneral:
-    """A linear layer with operands in `dtype` and a float32 result: the last one of a network whose output is float32."""
+    """A linear layer with operands in `dtype` and a float32 result: the last layer of a network whose output is float32."""
 
     def operands_in_dtype(
         *arrays: Array | None, dtype: Any = None, inexact: bool = True

@@ -17,12 +17,13 @@ from calm_jax.parallel.constraints import PRODUCT, constrain, unrolled
 from calm_jax.parallel.devices import target_device
 
 # For each `lm.model.remat`, the policy that says which values of a layer are kept for the backward pass; None keeps all.
-# "auto" is replaced before a training step is compiled, and there is no backward pass elsewhere.
+# The policy of "auto" does not matter: it is replaced before a training step is compiled, and nothing else has a backward
+# pass.
 _KEPT = {
     "auto": None,
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
-    # Products with weights and the results of the splash kernel; never the attention scores.
+    # Keeps products with weights and the results of the splash kernel, but never the attention scores.
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, attention.KEPT),
 }
 
@@ -139,7 +140,7 @@ class Transformer(nn.Module):
 
         Args:
             x_BLD: embedded inputs.
-            memory: a cache or fork, after whose chunks the inputs come; segment ids, to keep documents apart; or None.
+            memory: a cache or fork that the inputs continue; segment ids, to keep documents apart; or None.
 
         Returns:
             Hidden states [B, L, D], and the cache or fork extended by the L inputs (None without one). The `length` of
@@ -170,9 +171,9 @@ class Transformer(nn.Module):
         with jax.named_scope("backbone"):
             x_BLD = constrain(x_BLD.astype(self.dtype))
             x_BLD, written = layers(x_BLD, read, angle_BLA)
-            # The new keys and values are made to depend on the result, after which the cache is not read any more: XLA's CPU
-            # backend would otherwise copy the whole cache before it writes them into it.
+            # The new keys and values are made to depend on the last layer's result, after which nothing reads the cache.
+            # XLA's CPU backend would otherwise copy the whole cache before it writes them into it.
             written = jax.tree.map(lambda x_BLGA: x_BLGA + 0 * x_BLD[..., :1, None], written)
             x_BLD = nn.RMSNorm(config.rms_norm_epsilon, dtype=self.dtype, name="norm")(x_BLD)
-        # Only a cache or fork has written anything.
+        # `written` is None unless the memory is a cache or a fork.
         return x_BLD, None if written is None else memory.extended(written)  # type: ignore[union-attr]

@@ -1,6 +1,6 @@
 """The output layer of the autoencoder, the baseline and the token predictor: logits over the vocabulary, and their loss.
 
-P positions, D features, V vocabulary, W tokens of a block of it.
+P positions, D features, V tokens of the vocabulary, W tokens of one block of the vocabulary.
 """
 
 import functools
@@ -22,16 +22,16 @@ from calm_jax.parallel.constraints import (
 # The largest array of logits that the loss holds on a device, in elements: 512 MiB in float32, a thirtieth of the smallest
 # accelerator's memory. The arithmetic in `cross_entropy` says why it is not smaller.
 _MAX_LOGITS = 2**27
-# Blocks of the vocabulary are multiples of this, the tile of accelerators.
+# The number of tokens in a block of the vocabulary is a multiple of this, the tile size of accelerators.
 _TILE = 128
 
 
 def logits(x: Array, table_VD: Array) -> Array:
-    """The products of features with the table's row of each token.
+    """Logits: the dot products of feature vectors with the table's row of each token.
 
     Args:
-        x: [..., D], in the dtype of the products' operands.
-        table_VD: a parameter.
+        x: features [..., D]; the table is cast to their dtype.
+        table_VD: the parameter, one row per token.
 
     Returns:
         float32 [..., V].
@@ -44,36 +44,38 @@ def logits(x: Array, table_VD: Array) -> Array:
 
 
 def block_size(positions: int, vocab_size: int) -> int:
-    """How many tokens of the vocabulary the loss of `positions` positions on a device takes at once; V if all."""
+    """How many tokens of the vocabulary `cross_entropy` processes at once for `positions` positions per device; at most V."""
     block = max(_TILE, _MAX_LOGITS // positions // _TILE * _TILE)
     if block >= vocab_size:
         return vocab_size
-    # Blocks of nearly equal size, as the last one is filled up with zeros.
+    # The blocks have nearly equal sizes, because the last one is padded with zeros.
     num_blocks = -(-vocab_size // block)
     return -(-vocab_size // num_blocks // _TILE) * _TILE
 
 
 def cross_entropy(x: Array, table_VD: Array, target: Array) -> Array:
-    """The cross-entropy of `logits(x, table_VD)`, without holding all of them where they are large.
+    """The cross-entropy of `logits(x, table_VD)`, computed in blocks of the vocabulary where the logits are large.
 
-    They are large above `_MAX_LOGITS` on a device. Then blocks of the vocabulary are taken one after the other, each for
-    all positions. The forward pass keeps the log-sum-exp of each position; the backward pass computes each block's
-    logits again. The gradient of a block's rows of the table is complete when the block is, so that no [V, D] sum is
-    carried along, and on a mesh each row's is summed over the devices once. Only the [P, D] gradient of x is carried.
+    Logits are large if a device would hold more than `_MAX_LOGITS` of them. The blocks are then processed one after the
+    other, each for all positions. The forward pass keeps the log-sum-exp of each position; the backward pass computes
+    each block's logits again. The gradient of a block's rows of the table is complete when the block is, so that the loop
+    carries no [V, D] sum, and on a mesh each row's gradient is summed over the devices once. The loop carries only the
+    [P, D] gradient of x.
 
-    With bfloat16 operands a block of W tokens is 8 P D W FLOPs (four products). Its float32 logits and their bfloat16
-    gradients are written and read in 26 P W bytes, and the gradient of x in 8 P D. The latter is 0.3 D / W of the former:
-    for the 65,536 positions that stage 1 of CALM-M has on a device of eight, W = 2048 and D = 512, that is 8 %. Blocks of
-    positions would carry the table's gradient: 8 V D bytes for each block of B positions, 0.3 D / B, which is no less, and
-    on a mesh another sum over the devices. The price of the smaller memory is one of four products, to compute logits twice.
+    With bfloat16 operands a block of W tokens costs 8 P D W FLOPs (four products). Writing and reading its float32 logits
+    and their bfloat16 gradients moves 26 P W bytes, and the gradient of x 8 P D bytes, which is 0.3 D / W of that: 8 % for
+    the 65,536 positions per device of stage 1 of CALM-M on eight devices, with W = 2048 and D = 512. A loop over blocks of
+    positions would carry the table's gradient instead: 8 V D bytes for each block of B positions, a share of 0.3 D / B,
+    which is no less, and on a mesh it would need another sum over the devices. The smaller memory costs one of the four
+    products, because the logits are computed twice.
 
     Args:
         x: features [..., D], in the dtype of the products' operands; sums are float32. P positions in all.
-        table_VD: a parameter.
+        table_VD: the parameter, one row per token.
         target: token ids [...]; a negative one is masked and gives 0.
 
     Returns:
-        In nats, float32 [...].
+        The cross-entropy of each position in nats, float32 [...].
     """
     vocab_size = len(table_VD)
     block = block_size(rows_per_device(target.size), vocab_size)
@@ -141,7 +143,7 @@ def _backward(block: int, kept: tuple[Array, ...], cotangent_P: Array) -> tuple[
         rows_WD, first = rows_and_first
         token_W = first + jnp.arange(block)
         logit_PW = _dot(x_PD, rows_WD, 1, 1, jnp.float32)
-        # Of the rows that only fill the last block, whose logit 0 may be far above all others.
+        # Rows that only pad the last block would have the logit 0, which may be far above all others and overflow in exp.
         logit_PW = jnp.where(token_W < vocab_size, logit_PW, -jnp.inf)
         is_target_PW = token_W == target_P[:, None]
         gradient_PW = weight_P1 * (jnp.exp(logit_PW - log_sum_P[:, None]) - is_target_PW)

@@ -5,7 +5,7 @@ import os
 import pathlib
 import platform
 
-# Programs that took less to compile are compiled again.
+# Programs that compile in less time than this are not cached.
 _LEAST_SECONDS = 0.2
 
 
@@ -26,7 +26,8 @@ def keep_compiled_programs() -> None:
 def folder() -> pathlib.Path:
     """`calm_jax` in the user's cache folder, and there one folder for each kind of CPU.
 
-    Programs for a CPU use its instructions, and JAX does not ask whether another machine with the same home has them.
+    A compiled program uses instructions that CPUs of another kind may lack, which JAX does not check when machines of
+    different kinds share a home folder.
     """
     root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(root) / "calm_jax" / "compiled" / _cpu()

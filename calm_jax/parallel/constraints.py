@@ -15,15 +15,16 @@ from calm_jax.parallel.mesh import BATCH, path_of, spec_of
 # The checkpoint name of `product`'s results, for the policies of `lm.model.remat`.
 PRODUCT = "product"
 # XLA's CPU backend fuses the slice of one layer's kernel out of the stacked kernels into a product of few rows, and computes
-# that product by scalar loops: behind a barrier the kernel is sliced first. The barrier is used for at most this many rows.
+# that product by scalar loops. An optimization barrier makes it slice the kernel first; it is used up to this many rows.
 _FEW_ROWS = 256
 
 
 def unrolled(length: int) -> int:
-    """How many iterations of a loop over stacked kernels to compile one after the other, where products have few rows.
+    """The `unroll` of a scan over `length` layers with stacked kernels, where products have few rows.
 
-    On CPUs and GPUs all: the slice of a fixed layer is taken before the loop over chunks (CPUs), or is a part of the product
-    (GPUs). In a loop over layers each kernel would be copied out of its stack in each step. TPUs do not copy it.
+    On CPUs and GPUs the scan is unrolled completely, because it would copy each kernel out of its stack in each step of the
+    loop over chunks. The slice of a fixed layer is taken before that loop (CPUs), or is a part of the product (GPUs). TPUs
+    do not copy kernels, and need no unrolling.
     """
     return 1 if target_device().platform == "tpu" else length
 
@@ -77,7 +78,7 @@ def gathered_kernel(kernel: jax.Array) -> jax.Array:
 def gathered_in(dtype: jax.typing.DTypeLike, x: jax.Array) -> jax.Array:
     """`gathered` for a parameter that is cast to `dtype` where it is used.
 
-    The parameter moves in `dtype`, and is cast back: result and gradient have the dtype of `x`, in which gradients are
+    The parameter is gathered in `dtype`, and cast back: result and gradient have the dtype of `x`, in which gradients are
     added up.
     """
     return x if _ways() == 1 else gathered(x.astype(dtype)).astype(x.dtype)
@@ -89,7 +90,7 @@ gathered_in.defvjp(
 
 
 def scattered(gradient: jax.Array) -> jax.Array:
-    """Shards the last axis of a parameter's gradient over `fsdp`, so that of a sum over devices each gets its shard."""
+    """Shards the last axis of a parameter's gradient over `fsdp`, so that its sum over devices is a reduce-scatter."""
     fsdp = jax.sharding.get_abstract_mesh().shape.get("fsdp", 1)
     if fsdp == 1 or gradient.shape[-1] % fsdp:
         return gradient
@@ -132,7 +133,7 @@ def has_few_rows(x: jax.Array) -> bool:
 def matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """`x @ kernel`, activations [..., I] and a matrix [I, O], in a way that CPUs and GPUs compute fast for few rows.
 
-    With many rows the way for CPUs makes a training step 15 % slower.
+    The variant for CPUs is not used for many rows, because it makes a training step 15 % slower.
     """
     if has_few_rows(x) and _is_one_cpu():
         return _flat_product(x, kernel, 1)
@@ -146,7 +147,8 @@ def _is_one_cpu() -> bool:
 
 
 def is_single_row(kept: tuple[int, ...], *platforms: str) -> bool:
-    """Whether a product of activations that keep axes of the sizes `kept` has one row on each device, of one of `platforms`."""
+    """Whether a product has a single row per device, and the devices are of one of `platforms`; `kept` holds the sizes of the
+    activations' axes that are not contracted."""
     return rows_per_device(math.prod(kept)) == 1 and target_device().platform in platforms
 
 
@@ -156,7 +158,7 @@ _SPLIT_ON = ("gpu", "cuda")
 
 
 def _with_second_row(x: jax.Array, num_contracted: int) -> jax.Array:
-    """`x` with an axis of size 2, for itself and zeros, before the axes to contract."""
+    """`x` and zeros, stacked along a new axis of size 2 before the axes to contract."""
     axis = x.ndim - num_contracted
     widths = [(0, 1) if one == axis else (0, 0) for one in range(x.ndim + 1)]
     return jax.numpy.pad(jax.numpy.expand_dims(x, axis), widths)
@@ -198,8 +200,8 @@ def product_in_float32(
 ) -> jax.Array:
     """`lax.dot_general` of bfloat16 operands with a float32 result, whose gradients are bfloat16 products again.
 
-    Automatic differentiation would multiply the float32 cotangent by the operands, in float32: the units for bfloat16
-    products could not do it. Sums are in float32 in all three products.
+    Automatic differentiation would multiply the float32 cotangent by the operands in float32, for which the accelerators'
+    bfloat16 matrix units cannot be used. All three products are summed in float32.
     """
     return jax.lax.dot_general(x, y, dimension_numbers, preferred_element_type=jax.numpy.float32)
 

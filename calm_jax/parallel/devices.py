@@ -32,7 +32,7 @@ class Accelerator:
     interconnect: float
 
 
-# By the beginning of `jax.Device.device_kind`; a longer name stands before its prefix.
+# The keys are prefixes of `jax.Device.device_kind`. The first match counts, so that longer names stand before their prefixes.
 ACCELERATORS = {
     "TPU v6 lite": Accelerator(918e12, 32 * 2**30, 1640e9, 400e9),
     "TPU v5 lite": Accelerator(197e12, 16 * 2**30, 819e9, 200e9),
@@ -52,7 +52,7 @@ _BETWEEN_HOSTS = 50e9
 def accelerator(device_kind: str, num_devices: int = 1) -> Accelerator | None:
     """The figures of one of `num_devices` devices by its `device_kind`; None for an unknown one, such as a CPU.
 
-    GPUs of more than one host exchange over the network.
+    For GPUs of more than one host, `interconnect` is the rate of the network between hosts.
     """
     about = next(
         (about for name, about in ACCELERATORS.items() if device_kind.startswith(name)), None
@@ -63,7 +63,7 @@ def accelerator(device_kind: str, num_devices: int = 1) -> Accelerator | None:
 
 
 def memory_here() -> float:
-    """Bytes of memory of each of this process's devices. Where they are CPUs, the machine's are shared out between them.
+    """Bytes of memory of each of this process's devices. CPU devices get equal shares of the memory of their machine.
 
     All processes must call it.
     """
@@ -76,7 +76,7 @@ def memory_here() -> float:
         if known is not None:
             return known.memory
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # A container or a job may have less than its machine; so may what it is a part of.
+    # The control group of a container or a job may have less memory than the machine, and so may the groups around it.
     root = pathlib.Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
         own = root / pathlib.Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
@@ -88,7 +88,8 @@ def memory_here() -> float:
 
 
 def peak_memory() -> int:
-    """The most bytes so far on one of this process's devices; of resident memory, where devices do not count (CPUs)."""
+    """The peak memory so far of one of this process's devices, in bytes; the process's peak resident memory where devices
+    have no such statistics (CPUs)."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]
     # Linux counts in KiB, macOS in bytes.

@@ -96,8 +96,8 @@ def make_training_mesh(config: MeshConfig, batch_sizes: Iterable[int]) -> Mesh:
     devices, batch_sizes = jax.devices(), list(batch_sizes)
     fixed_ways = max(config.data, config.fsdp)
     free, rest = divmod(len(devices), max(1, fixed_ways * config.tensor))
-    # Every process needs devices, so that several processes use all. What no size can mend is refused by name: the mesh by
-    # `make_mesh`, a batch by `check_batch`.
+    # Several processes use all devices, because every process needs some. If no size fits, all devices are used as well:
+    # `make_mesh` then refuses the mesh, or `check_batch` the batch size, with a message that names it.
     if -1 in (config.data, config.fsdp) and not rest and jax.process_count() == 1:
         fitting = (
             size
@@ -109,9 +109,9 @@ def make_training_mesh(config: MeshConfig, batch_sizes: Iterable[int]) -> Mesh:
 
 
 def adapted(config: MeshConfig, num_devices: int) -> MeshConfig:
-    """The mesh for parameters that were trained on `config`'s mesh, on any number of devices.
+    """The mesh to use on `num_devices` devices for parameters that were trained on `config`'s mesh.
 
-    It is `config` itself if that many devices make it up. Otherwise `tensor` and `fsdp` become the largest divisors that
+    It is `config` itself if its sizes fit that number of devices. Otherwise `tensor` and `fsdp` become the largest divisors that
     fit, and `data` takes the remaining devices.
     """
     sizes = (config.data, config.fsdp, config.tensor)

@@ -18,7 +18,8 @@ from calm_jax.parallel import multihost
 
 _SAME_SIGNAL_SECONDS = 1.0
 
-# Numbers the questions to the runtime. All stages share the counter: a number is the same question on all processes.
+# Numbers the calls of JAX's `reached_preemption_sync_point`, which matches the calls of all processes by their numbers. All
+# stages share the counter.
 _polls = itertools.count()
 
 
@@ -54,7 +55,7 @@ class _Handled(SignalHandler, abc.ABC):
         if not multihost.is_initialized():
             self._handle(signal.Signals(number).name)
         elif self._is_passed_on:
-            # This process may hang in a collective, waiting for one that has ended.
+            # This process may hang in a collective with a process that has ended.
             os._exit(EXIT_INTERRUPTED)
         else:
             self._is_passed_on = True

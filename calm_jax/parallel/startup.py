@@ -1,4 +1,4 @@
-"""The start of a run of several processes: finding out that there are several, and starting JAX's distributed runtime.
+"""The start of a run of several processes: detects such a run, and starts JAX's distributed runtime.
 
 JAX is imported inside functions, so that --help and bad flags need not wait for it.
 """
@@ -135,7 +135,7 @@ def check_given(coordinator: str, num_processes: int, process_id: int) -> None:
 
 
 def wait_for_coordinator(coordinator: str, process_id: int, seconds: int) -> None:
-    """Raises `UserError` if process 0 cannot be reached within `seconds`, where JAX itself would crash."""
+    """Raises `UserError` if process 0 cannot be reached within `seconds`; without this check JAX itself would crash."""
     if process_id == 0:
         return
     host, _, port = coordinator.rpartition(":")
@@ -184,10 +184,12 @@ def _initialize(
             "--num_processes and --process_id, or --distributed=off for one"
         ) from error
     if jax.default_backend() == "cpu" and multihost.is_multiprocess():
-        # On CPUs process 0 alone finds its programs in the cache, and a program from the cache does not keep the order of its
-        # collectives, which then meet others than their own in the process that has compiled its own (jaxlib 0.10.1).
+        # On CPUs only process 0 loads programs from the compilation cache. A cached program does not keep the order of its
+        # collectives, which would then be matched with other collectives of the processes that have compiled the program
+        # themselves (jaxlib 0.10.1).
         jax.config.update("jax_enable_compilation_cache", False)
     if not multihost.is_primary():
+        # Only process 0 prints.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 

@@ -34,8 +34,8 @@ class ChunkModel:
             decoding, as it computes V logits.
         advance: `(tokens_BLK, memory) -> (h_BLD, memory)`, reads chunks after those in a cache or fork, and returns
             it extended by them.
-        empty_cache: `(batch, size, window) -> cache` with room for `size` chunks, 0 for those that it reads first; each
-            chunk sees the last `window` (see `KVCache`).
+        empty_cache: `(batch, size, window) -> cache` with room for `size` chunks, or with `size` 0 for the chunks of its
+            first read; each chunk sees the last `window` (see `KVCache`).
         fork: `(cache, length_B, size) -> fork` that continues the first `length` chunks of a cache by up to `size`
             chunks of its own, and leaves the cache unchanged (see `Fork`).
         log_probs: `h_PD -> [P, V]`, log-probabilities of the next token, for a model that knows them (K = 1, and its
@@ -45,7 +45,7 @@ class ChunkModel:
     latents: Callable[[Array, int, Array, float], Array]
     unfold: Callable[[Array], Array]
     argmax_tokens: Callable[[Array], Array]
-    # Any: the memory that comes back is of the kind that was given, which a Callable cannot say.
+    # Any: `advance` returns the kind of memory that it was given, which the type Callable cannot express.
     advance: Callable[[Array, Memory | None], tuple[Array, Any]]
     empty_cache: Callable[[int, int, int | Array], KVCache]
     fork: Callable[[KVCache, Array, int], Memory]

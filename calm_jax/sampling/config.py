@@ -8,7 +8,7 @@ from calm_jax.sampling import temperature as law
 
 # The most draws for one chunk, and the most that are compared in pairs (16 MiB of comparisons for 4096 draws).
 _MOST_DRAWS, MOST_COMPARED = 2**24, 4096
-# The most candidates beside a chunk.
+# The most candidates that can be returned with each chunk (`shown_candidates`).
 _MOST_SHOWN = 64
 
 # Options that have no meaning for the autoregressive baseline.
@@ -51,7 +51,7 @@ class SamplerConfig:
             raise UserError(
                 f"shown_candidates={self.shown_candidates} must be from 0 to {_MOST_SHOWN}"
             )
-        # The draws of one pool are compared in pairs.
+        # These samplers compare all draws of a pool in pairs; the option bounds the size of the pool.
         pools = {"batch": "num_candidates", "published": "num_candidates", "growing": "max_draws"}
         name = pools.get(self.sampler)
         if name and getattr(self, name) > MOST_COMPARED:
@@ -61,7 +61,7 @@ class SamplerConfig:
             )
 
     def check_latent_head(self) -> None:
-        """Raises `UserError` if these options cannot be computed with a head that can only be sampled."""
+        """Raises `UserError` if these options cannot be used with a latent head, which can only be sampled."""
         n, a = law.split_exponent(self.temperature)
         if self.top_p != 1:
             raise UserError(
@@ -121,6 +121,6 @@ class SampleConfig(SamplerConfig):
 
     @property
     def sampler_config(self) -> SamplerConfig:
-        """The options of one chunk alone, which compiled programs depend on."""
+        """The options that decide how one chunk is drawn; compiled programs depend on no others."""
         names = [field.name for field in dataclasses.fields(SamplerConfig)]
         return SamplerConfig(**{name: getattr(self, name) for name in names})

@@ -31,7 +31,7 @@ class Counted(NamedTuple):
 
 
 def is_first_of(equal_BNN: Array) -> Array:
-    """Which draws are equal to none before them, of all that are equal, bool [B, N]."""
+    """Which draws are the first among equal ones: no draw before them is equal, bool [B, N]."""
     return equal_BNN.argmax(-1) == jnp.arange(equal_BNN.shape[-1])
 
 
@@ -43,7 +43,7 @@ def count_draws(model: ChunkModel, latent_BNZ: Array, company: int) -> Counted:
     the others cannot reach that count.
 
     Args:
-        model: as samplers see it.
+        model: the model's `ChunkModel` interface.
         latent_BNZ: the draws.
         company: the smallest count that must be exact.
 

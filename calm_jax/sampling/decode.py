@@ -27,10 +27,10 @@ from calm_jax.sampling.search import Sampled
 Bind = Callable[[Any, Any], ChunkModel]
 
 
-# Chunks that one call of the compiled `decode` generates at most. Between calls the host looks for stop strings.
+# The most chunks that one call of the compiled `decode` generates. Between calls the host looks for stop strings.
 CHUNKS_PER_CALL = 16
-# XLA for GPUs merges products with one operand, such as those of queries, keys and values, and copies their kernels side by
-# side for that, in each step. This turns it off; other platforms ignore it.
+# XLA for GPUs merges products that share an operand, such as those of queries, keys and values, and for that copies their
+# kernels side by side at each step. This option turns merging off; other platforms ignore it.
 _OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
@@ -39,7 +39,7 @@ class State(NamedTuple):
 
     Attributes:
         h: [B, D], the hidden state that the next chunk is drawn from.
-        cache: of all chunks so far.
+        cache: the cache of all chunks so far.
         step: int32, the number of chunks generated so far by the batch.
         ended: bool [B], rows whose text has ended; nothing more is drawn for them.
         began: int32 [B], the `step` at which each row began; `step - began` numbers its random keys.
@@ -53,7 +53,7 @@ class State(NamedTuple):
 
 
 def _split_over_devices(state: State) -> State:
-    """Splits the rows over the devices of the mesh, and the heads of the cache over `tensor`; nothing without a mesh."""
+    """Splits the rows over the devices of the mesh, and the heads of the cache over `tensor`; does nothing without a mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return state
     _, batch, num_kv_heads, _, _ = state.cache.key.shape
@@ -63,12 +63,12 @@ def _split_over_devices(state: State) -> State:
 
 
 def _filled(x: Array, *shape: int) -> Array:
-    """An array of the given shape: `x` in the first places, and zeros."""
+    """`x`, padded with zeros at the end of its axes to the given shape."""
     return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, shape, strict=True)])
 
 
 def _padded(cache: KVCache, batch: int, size: int) -> KVCache:
-    """A cache of `batch` rows and `size` places: the given one, none of whose rows has outgrown it, and zeros."""
+    """The cache, padded with zeros to `batch` rows and `size` places; no row's text may be longer than the given cache."""
 
     def cached(x: Array) -> Array:
         return _filled(x, x.shape[0], batch, x.shape[2], size, x.shape[4])
@@ -89,13 +89,13 @@ def read_prompts(
     """Reads prompts of different lengths into a fresh cache.
 
     Args:
-        model: as samplers see it.
+        model: the model's `ChunkModel` interface.
         prompt_BLK: token ids; chunks of a row after its first `length_B` are ignored.
         length_B: the number of chunks in each row's prompt, at least 1.
         size: how many chunks the cache has room for.
         window: how many of the last chunks each chunk sees.
-        piece: how many chunks are read at once; divides L. Where the text is to outgrow the cache, `size` must be a
-            multiple of it and at least window + piece.
+        piece: how many chunks are read at once; divides L. If the text will become longer than the cache, `size` must be
+            a multiple of `piece` and at least window + piece.
 
     Returns:
         The state before the first generated chunk.
@@ -113,7 +113,7 @@ def read_prompts(
         is_over_B = cache.length >= length_B
         h_BLD, longer = model.advance(tokens_BLK, cache)
         own_h_BD = own_last(h_BLD, length_B - cache.length)
-        # A row whose prompt has ended keeps its cache: chunks beyond its prompt could overwrite ones that it sees.
+        # A row whose prompt has ended keeps its cache: padding after its prompt could overwrite chunks that it still sees.
         kept = is_over_B[:, None, None, None]
         longer = longer._replace(
             key=jnp.where(kept, cache.key, longer.key),
@@ -147,7 +147,7 @@ def generate_chunks(
     """Generates chunks until `limit` is reached or every row has ended; a row ends with a chunk that holds eos.
 
     Args:
-        model: as samplers see it.
+        model: the model's `ChunkModel` interface.
         state: from `read_prompts` or an earlier call.
         limit: the most chunks to generate now, at most `num_chunks`; may be traced.
         num_chunks: S, the room for chunks in the result.
@@ -155,8 +155,8 @@ def generate_chunks(
         next_chunk: `(h_BD, step, active_B) -> Sampled`, such as `sample_chunk`; rows that are not active have ended.
 
     Returns:
-        The state after the last chunk, and the chunks with what they cost, [B, S, ...]; a row's chunks after its last
-        one are undefined.
+        The state after the last chunk, and the chunks with their costs, [B, S, ...]; a row's chunks after its last one
+        are undefined.
     """
     batch, first = len(state.h), state.step
     like = jax.eval_shape(next_chunk, state.h, state.step, state.ended)
@@ -196,9 +196,9 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames=("batch", "size"))
 def with_room(state: State, batch: int, size: int) -> State:
-    """A state in `batch` rows with a cache for `size` chunks: the given one, in the first rows and places, and zeros.
+    """The state, padded with zeros to `batch` rows and to a cache for `size` chunks.
 
-    No row of the given state may have outgrown its cache.
+    No row's text may be longer than the given state's cache.
     """
 
     return _split_over_devices(
@@ -217,16 +217,17 @@ def insert(state: State, new: State, row_M: Array) -> State:
     """Puts prompts that `prefill` read into the rows `row_M` of a state.
 
     Args:
-        state: its cache has room for at least as many chunks as that of `new`.
-        new: from `prefill`, M rows; its cache has either the size of the state's, or none of its rows has outgrown it.
-        row_M: int32; prompts whose row is not one of the state's are left out.
+        state: its cache has room for at least as many chunks as that of `new`. Its buffers are donated.
+        new: from `prefill`, M rows; unless its cache is as large as the state's, none of its texts may be longer than its
+            cache.
+        row_M: int32; prompts whose row index is outside the state are dropped.
     """
 
     def put(x: Array, row: Array) -> Array:
         return x.at[row_M].set(row, mode="drop")
 
     def cached(x: Array, new: Array) -> Array:
-        # The whole row is replaced: what the row's last text left behind is gone.
+        # The whole row is replaced, so that nothing of the row's previous text remains.
         room = [(0, 0)] * x.ndim
         room[3] = (0, x.shape[3] - new.shape[3])
         return x.at[:, row_M].set(jnp.pad(new, room), mode="drop")
@@ -279,7 +280,10 @@ def decode(
     eos_id: int,
     config: SamplerConfig,
 ) -> tuple[State, Sampled]:
-    """`generate_chunks` by `sample_chunk`, compiled; each row's draws come from its own key and its number of chunks."""
+    """`generate_chunks` by `sample_chunk`, compiled; the buffers of `state` are donated.
+
+    A row's random keys depend only on its own key and on how many chunks it has.
+    """
     model, began_B = bind(params, frozen), state.began
 
     def next_chunk(h_BD: Array, step: Array, active_B: Array) -> Sampled:

@@ -132,19 +132,19 @@ def accept_fraction(
     block: int,
     budget: int,
 ) -> Found:
-    """The fraction step: accepts the candidate chunk x of each row with probability p(x)^a, if one of R draws is x.
+    """The fraction step: accepts the candidate chunk x of each row with probability p(x)^a, namely if one of R draws is x.
 
     R is drawn by `temperature.patience`. A row whose budget ends before R draws are made keeps its candidate, as not
     exact, with probability (1-a)^2 (see `_undecided`).
 
     Args:
-        model: as samplers see it.
+        model: the model's `ChunkModel` interface.
         h_GD: hidden states of the rows.
         key_G: one key per row.
         found: the searches; rows with `exact` set have a candidate, `latent`, with the distribution p^n.
         a: the fraction, in (0, 1).
         block: how many draws are made at once.
-        budget: the most draws of a row in its whole search.
+        budget: the most draws that a row's whole search may make.
 
     Returns:
         The searches: `exact` and `done` where the candidate was accepted, `done` alone where it was kept at the end of
@@ -203,9 +203,9 @@ class _Candidate(NamedTuple):
 
     Attributes:
         chunk: int32 [B, K], the candidate.
-        seen: int32 [B], draws used by the first step; at n the second step is running.
-        equal: bool [B], whether all of them are equal to the candidate.
-        tries: int32 [B], draws used by the second step.
+        seen: int32 [B], how many draws step (1) has used; n means that step (2) is running.
+        equal: bool [B], whether all draws of step (1) so far are equal to the candidate.
+        tries: int32 [B], how many draws step (2) has used.
     """
 
     chunk: Array
@@ -227,7 +227,7 @@ def rejection(
     n, a = law.split_exponent(config.temperature)
     reserve = kept_back(config, n + (a > 0))
     budget = config.max_draws - reserve
-    # A budget below one block is used in one step.
+    # A budget below one block is drawn as one smaller block.
     size = min(_BLOCK, budget)
     found = new_search(model, h_BD, key_B, active_B, config)
 
@@ -243,7 +243,7 @@ def rejection(
         equal_G = jnp.where(in_second_G, True, match_G & (is_first_G | candidate.equal))
         seen_G = jnp.where(in_second_G, n, candidate.seen + 1)
         tries_G = jnp.where(in_second_G, candidate.tries + 1, 0)
-        # The first step ends without n equal draws; the second one starts again from (1).
+        # `fails`: step (1) ends without n equal draws. `gives_up`: step (2) rejects, and the search starts again from (1).
         fails_G = ~in_second_G & (seen_G == n) & ~equal_G
         gives_up_G = in_second_G & ~match_G & (uniform_G * tries_G < a)
         ends_G = in_second_G & match_G

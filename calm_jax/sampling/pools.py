@@ -69,11 +69,11 @@ def complete_chunk(
     """The next chunk given its first tokens, chosen among the draws that begin with them (ours).
 
     The pool doubles until enough of its draws fit the prefix: one draw at T = 1, and at T < 1 a number of groups of n
-    equal draws. Leave-out weights choose among them. At T = 1 the distribution is exactly p given the prefix; at T < 1 it is
-    approximately the power s of that. `config.sampler` is not used.
+    equal draws. Leave-out weights choose among them. At T = 1 the distribution is exactly p given the prefix; at T < 1 it
+    approximates the normalised power s of that distribution. `config.sampler` is not used.
 
     Args:
-        model: as samplers see it.
+        model: the model's `ChunkModel` interface.
         h_BD: hidden states.
         key_B: one key per row.
         active_B: bool; the other rows get an undefined chunk at no cost.
@@ -85,7 +85,7 @@ def complete_chunk(
         undefined.
     """
     n, a = law.split_exponent(config.temperature)
-    # Exponents between whole numbers need groups of the next larger one; at T = 1 a single draw is enough.
+    # If s is not a whole number, groups of n + 1 equal draws are needed; at T = 1 a single draw is enough.
     together = n + (a > 0)
     enough = _ENOUGH_COLLISIONS if together > 1 else 1
     batch, chunk_size = prefix.tokens.shape

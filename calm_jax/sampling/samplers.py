@@ -80,11 +80,11 @@ def sample_chunk(
 ) -> Sampled:
     """The next chunk of each row, by the temperature and the sampler of a config.
 
-    A model that knows its probabilities (softmax head) draws from them, without a sampler. At T = 1 every sampler is
-    one draw of the model.
+    If the model knows its probabilities (softmax head), the chunk is drawn from them without a sampler. At T = 1 every
+    sampler is one draw of the model.
 
     Args:
-        model: as samplers see it.
+        model: the model's `ChunkModel` interface.
         h_BD: hidden states.
         key_B: one key per row.
         active_B: bool; the other rows get an undefined chunk at no cost.

@@ -1,5 +1,7 @@
 """Shared by the samplers: the state and the result of a search for the next chunk, and the choice by weight from one pool.
 
+A search draws pools of latents for a row until it can choose the row's next chunk.
+
 p is the model's distribution of the next chunk, T the temperature; `1/T = s = n + a` with n a whole number and
 0 <= a < 1. B rows, G of them computed together, N draws of each (a pool), K tokens per chunk.
 """
@@ -16,7 +18,7 @@ from calm_jax.sampling.chunk_model import ChunkModel
 from calm_jax.sampling.config import SamplerConfig
 from calm_jax.sampling.counting import count_draws
 
-# Draws of the first pool of a search.
+# The number of draws in the first pool of a search.
 FIRST_POOL = 16
 
 
@@ -25,9 +27,9 @@ class Candidates(NamedTuple):
 
     Attributes:
         chunk: their tokens, int32 [B, C, K]; during a search the latent of one draw of each, [B, C, Z].
-        votes: int32 [B, C], how many draws of the pool are equal to each, in falling order; 0 where there are no more.
-            A sampler without a pool has none.
-        pool: int32 [B], the draws of the pool.
+        votes: int32 [B, C], how many draws of the pool are equal to each candidate, in falling order; 0 where the pool has
+            fewer than C different chunks. Samplers without a pool give only zeros.
+        pool: int32 [B], the number of draws in the pool.
     """
 
     chunk: Array
@@ -40,12 +42,12 @@ class Sampled(NamedTuple):
 
     Attributes:
         tokens: int32 [B, K], the chunk.
-        draws: int32 [B], latents drawn for it.
-        decoded: int32 [B], tokens decoded for it.
+        draws: int32 [B], the number of latents drawn for it.
+        decoded: int32 [B], the number of tokens decoded for it.
         exact: bool [B], whether an exact sampler finished within its budget. If 1/T is a whole number, such chunks
-            have the distribution `p^(1/T)`. Otherwise they favour frequent chunks: searches for rare ones take longer, and the
-            budget ends more of them.
-        candidates: None where the config asks for none (`shown_candidates`).
+            have the distribution `p^(1/T)`. Otherwise they favour frequent chunks: searches for rare ones take longer, so
+            that the budget ends more of them.
+        candidates: None if the config asks for none (`shown_candidates` is 0).
     """
 
     tokens: Array
@@ -59,14 +61,14 @@ class Found(NamedTuple):
     """The state of each row's search.
 
     Attributes:
-        latent: [B, Z], of the chunk, or of the candidate so far.
-        draws: int32 [B], latents drawn so far.
-        decoded: int32 [B], tokens decoded so far.
+        latent: [B, Z], the latent of the chosen chunk, or of the candidate so far.
+        draws: int32 [B], the number of latents drawn so far.
+        decoded: int32 [B], the number of tokens decoded so far.
         exact: bool [B], whether the latent has exactly the wanted distribution.
         done: bool [B], whether the search is over.
-        level: int32 [B], the index of the next pool's size.
-        rounds: int32 [B], the number of pools and blocks drawn so far; numbers the random keys.
-        candidates: of the latest pool; None where the config asks for none.
+        level: int32 [B], the index of the next pool's size in the sampler's list of sizes.
+        rounds: int32 [B], the number of pools and blocks drawn so far, which numbers the random keys.
+        candidates: those of the latest pool; None if the config asks for none.
     """
 
     latent: Array
@@ -101,7 +103,7 @@ def most_drawn(
 
 
 def no_candidates(like_BX: Array, config: SamplerConfig) -> Candidates | None:
-    """Those of searches that have no pool yet; `like_BX`: one chunk of each row, as tokens or latents."""
+    """Zeros in place of candidates, for searches that have no pool yet; `like_BX` gives their shape, as tokens or latents."""
     nothing_B1 = jnp.zeros((len(like_BX), 1), jnp.int32)
     found = most_drawn(jnp.zeros_like(like_BX)[:, None], nothing_B1, nothing_B1 == 0, config)
     return found if found is None else found._replace(pool=nothing_B1[:, 0])
@@ -171,9 +173,9 @@ def from_pool(
 
 
 def kept_back(config: SamplerConfig, least: int) -> int:
-    """The number of draws, of the budget, that an exact search leaves for a last pool.
+    """How many draws of the budget an exact search reserves for a last pool.
 
-    Where the budget ends before the search is decided, the chunk is chosen by weight from that pool.
+    If the rest of the budget is spent before the search has a result, the chunk is chosen by weight from that pool.
 
     least: the fewest draws that the search itself needs.
     """

@@ -1,8 +1,8 @@
 """Likelihood-free temperature sampling: a draw of p^(1/T), normalised, from draws of p alone (paper, section 5).
 
 CALM can draw the next chunk from its distribution p, but cannot evaluate p. This module has the mathematics that turns
-draws of p into a draw at temperature T, exactly or approximately: pure functions of the draws' counts. exact.py and
-pools.py are the samplers, which draw from the model and call these functions.
+draws of p into a draw at temperature T, exactly or approximately: pure functions of how often each chunk was drawn.
+exact.py and pools.py are the samplers, which draw from the model and call these functions.
 
 B rows; a pool is N independent draws for a row; c is the count of a draw's chunk in its pool, C(c, n) a binomial
 coefficient. `1/T = s = n + a` with n a whole number and 0 <= a < 1.
@@ -58,7 +58,7 @@ def count_equal(tokens_BNK: Array) -> Array:
     return equal(tokens_BNK).sum(-1, dtype=jnp.int32)
 
 
-# In float64: differences of float32 lgamma values would lose four digits.
+# Computed in float64, because differences of float32 lgamma values would lose four digits.
 _log_gamma = np.vectorize(math.lgamma, otypes=[float])
 
 
@@ -82,7 +82,7 @@ def _weight_tables(whole: int, fraction: float, most: int) -> tuple[np.ndarray, 
     exponent = level + fraction
     weight = _log_binomial(count, exponent, least=level)
     weight += np.where(count == level, 2 * math.log1p(-fraction), 0)
-    # C(c-s, s) falls smoothly to 0 at a pole of the Gamma function in its denominator; it is 0 from there on.
+    # C(c-s, s) falls smoothly to 0 at a pole of the Gamma function in its denominator; below the pole it is set to 0.
     above_pole = count - 2 * exponent + 1
     inside = above_pole > 0
     above_pole = np.where(inside, above_pole, 1)
@@ -137,7 +137,9 @@ def log_weights(count_BN: Array, temperature: float, leave_out: bool) -> tuple[A
 
 
 def emission_probabilities(count_BN: Array, n: int) -> Array:
-    """The probability with which a pool emits each of its draws, or else refuses: exactly p^n for any N (ours).
+    """The probability with which a pool emits each of its draws; with the remaining probability it refuses (ours).
+
+    A chunk that is emitted has exactly the distribution p^n, for any N.
 
     For each chunk x with c >= n, let `rest` be the pool without n of its copies. The pool emits x with probability
 
@@ -145,7 +147,7 @@ def emission_probabilities(count_BN: Array, n: int) -> Array:
 
     Why an emitted chunk has the distribution p^n: the denominator depends on `rest` alone, and `rest` is N-n independent draws
     of p whatever x is. Why the probabilities sum to at most 1: the denominator is at least `sum_y C(c_y, n)` of the
-    whole pool. After a refusal a fresh pool can be tried, of a size that may depend on the past.
+    whole pool. After a refusal a fresh pool can be tried, whose size may depend on the earlier pools.
 
     Args:
         count_BN: int [B, N], the count of each draw's chunk in its pool, at least 1; counts below n need not be exact.
@@ -184,7 +186,7 @@ def emission_probabilities(count_BN: Array, n: int) -> Array:
 def emit(count_BN: Array, n: int, key_B: Array) -> tuple[Array, Array]:
     """Emits a draw by `emission_probabilities`: its index, int [B], and whether the pool emits at all, bool [B].
 
-    Where a pool refuses, the index is some draw's, without meaning.
+    Where a pool refuses, the index is valid but has no meaning.
     """
     chex.assert_equal_shape_prefix([count_BN, key_B], 1)
     below_BN = jnp.cumsum(emission_probabilities(count_BN, n), axis=-1)

@@ -19,14 +19,14 @@ def with_random_chunks(
     tokens_LK: Array, key: Array, share: float, vocab_size: int, pad_id: int
 ) -> Array:
     """Replaces a share of a row's chunks by random ones of three kinds, equally often: tokens of the row in random order,
-    uniformly random tokens, and these with pads from a random place on."""
+    uniformly random tokens, and uniformly random tokens with pads from a random place on."""
     num_chunks, size = tokens_LK.shape
     kind_key, order_key, token_key, place_key = jax.random.split(key, 4)
     shuffled_LK = jax.random.permutation(order_key, tokens_LK.reshape(-1)).reshape(tokens_LK.shape)
     uniform_LK = jax.random.randint(token_key, tokens_LK.shape, 0, vocab_size)
     end_L1 = jax.random.randint(place_key, (num_chunks, 1), 1, size + 1)
     cut_LK = jnp.where(jnp.arange(size) < end_L1, uniform_LK, pad_id)
-    # 0, 1 and 2 are the kinds; chunks with more stay as they are.
+    # 0, 1 and 2 are the three kinds; chunks with a larger number stay as they are.
     kind_L1 = jnp.floor(3 / share * jax.random.uniform(kind_key, (num_chunks, 1)))
     kinds = [kind_L1 == kind for kind in range(3)]
     return jnp.select(kinds, [shuffled_LK, uniform_LK, cut_LK], tokens_LK)
@@ -80,9 +80,10 @@ class AutoencoderTask:
         }
 
     def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Any:
-        """Sums of the metrics without dropout: cross-entropy, accuracies of the argmax tokens, moments of the posterior.
+        """Sums of the metrics without dropout: cross-entropy, accuracies of the argmax tokens, and statistics of the posterior.
 
-        Latents come from a sample of the posterior and from its mean. Accuracies leave out pads; the loss counts them.
+        Accuracies are measured for a sample of the posterior and for its mean, the cross-entropy (`loss`) for the
+        sample. Accuracies leave out pads; the cross-entropy counts them.
         """
         tokens_BLK, targets_BLK = chunks(batch, self.model.chunk_size)
         num_chunks = tokens_BLK.shape[1]

@@ -44,7 +44,7 @@ class AutoregressiveTask:
         return self.model.init(key, jnp.zeros((1, 1, 1), jnp.int32))["params"]
 
     def bind(self, params: Params, frozen: Params) -> ChunkModel:
-        """The model as samplers see it. Its latents are the token ids themselves, and `noise_scale` has no effect."""
+        """The model's interface to samplers. Its latents are the token ids themselves, and `noise_scale` has no effect."""
         variables = {"params": params}
 
         def latents(h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:

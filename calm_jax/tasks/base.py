@@ -64,7 +64,7 @@ def chunks(batch: Batch, chunk_size: int) -> tuple[Array, Array]:
 
 
 def total(x: Array, counted: Array) -> tuple[Array, Array]:
-    """The metric of `x`: its sum where `counted` (bool) is true, and how often it is."""
+    """The metric of `x`: its sum where `counted` (bool) is true, and the number of these elements."""
     return jnp.where(counted, x, 0).sum(), counted.sum(dtype=jnp.float32)
 
 

@@ -54,7 +54,7 @@ class CalmTask:
         return self.model.init(key, tokens_BLK, jax.random.split(key, 1))["params"]
 
     def bind(self, params: Params, frozen: Params) -> ChunkModel:
-        """The model as samplers see it."""
+        """The model's interface to samplers."""
 
         def latents(h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
             arguments = h_PD, num_draws, key_P, noise_scale
@@ -81,7 +81,7 @@ class CalmTask:
         return jax.lax.stop_gradient(self._frozen(frozen, "encode", tokens_PK))
 
     def target(self, frozen: Params, tokens_PK: Array, step: Array | None) -> Target:
-        """Chunks of true tokens [P, K], as the head's loss sees them; `step` is None in evaluation."""
+        """The target of the head's loss for chunks of true tokens [P, K]; `step` is None in evaluation."""
 
         def decode(latent_RZ: Array) -> Array:
             return self._frozen(frozen, "decode", latent_RZ)
@@ -120,7 +120,7 @@ class CalmTask:
         }
 
     def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Any:
-        """Sums of the head's loss, of BrierLM and of what compares the draws with the posteriors."""
+        """Sums of the head's loss, of BrierLM and of the metrics that compare draws with posteriors (`latents.latent_sums`)."""
         tokens_BLK, targets_BLK = chunks(batch, self.chunk_size)
         rows, num_chunks, _ = tokens_BLK.shape
         num_draws = brier.chunks_of(self.chunk_size)
@@ -148,7 +148,7 @@ class CalmTask:
             "latents": latents.latent_sums(
                 model,
                 functools.partial(self.posterior, frozen),
-                # Of the energy score; other heads are compared by the paper's.
+                # The exponent of the energy score; heads that have none are compared with the paper's exponent, 1.
                 getattr(self.model.head.config, "beta", 1.0),
                 h_BLD,
                 tokens_BLK[:, 1:],

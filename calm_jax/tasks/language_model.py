@@ -34,7 +34,7 @@ def chunk_model(
     argmax_tokens: Callable[[Array], Array],
     log_probs: Callable[[Array], Array] | None,
 ) -> ChunkModel:
-    """A language model as samplers see it; `advance`, `empty_cache` and `fork` are the same for all of them."""
+    """A language model's interface to samplers; `advance`, `empty_cache` and `fork` are the same for both language models."""
 
     def advance(tokens_BLK: Array, memory: Memory | None) -> tuple[Array, Memory | None]:
         return call(model, {"params": params}, "hidden", tokens_BLK, memory)
@@ -62,8 +62,8 @@ def score(
     """BrierLM's sums over a batch of blocks; n-grams with a pad are not scored.
 
     Args:
-        model: as samplers see it.
-        config: of its backbone, whose sizes bound how much is computed at once.
+        model: the model's `ChunkModel` interface.
+        config: the backbone's, whose sizes decide how much is computed at once.
         protocol: which n-grams are scored, from how many samples.
         vocab_size: V.
         pad_id: the pad token.
@@ -75,7 +75,7 @@ def score(
     batch, num_chunks, chunk_size = tokens_BLK.shape
     rows = rows_per_device(batch)
     logits = rows * protocol.num_samples * chunk_size * vocab_size
-    # Elements per start: of the attention weights, and of the keys and values of its own chunks.
+    # Elements per start: of the attention weights, and of the keys and values of the start's own chunks.
     attention = rows * config.num_heads * num_chunks
     own = 2 * rows * config.num_layers * brier.ORDERS * config.num_kv_heads * config.head_size
     terms_BP4 = brier.brier_terms(

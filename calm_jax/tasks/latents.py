@@ -16,15 +16,15 @@ from calm_jax.losses import Posterior, energy_terms
 from calm_jax.sampling.chunk_model import ChunkModel, at_once
 from calm_jax.tasks.base import Metrics, ratio, total
 
-# N and M. Every number from 2 on gives unbiased means; a text has thousands of chunks.
+# N and M. Means are unbiased for any number from 2 on; few draws suffice, because a text has thousands of chunks.
 _DRAWS, _TARGET_DRAWS = 2, 2
 # A dimension of the posterior is collapsed if the variance of its mean over the text is below this ("active units" of
-# Burda, Grosse and Salakhutdinov, 2016); one of the draws, if its variance is below this share of the targets' variance.
+# Burda, Grosse and Salakhutdinov, 2016); a dimension of the draws, if its variance is below this share of the targets'.
 COLLAPSED = 0.01
 
 
 class Moments(NamedTuple):
-    """Sums over many vectors: their number, and [Z] each the sum of their values and that of the squares."""
+    """Sums over many vectors: their number, the sum of their values [Z] and the sum of their squares [Z]."""
 
     count: Any
     values: Any
@@ -32,7 +32,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, x_BNZ: Array, counted_B: Array) -> "Moments":
-        """Of the vectors of the rows that are counted."""
+        """The sums over the N vectors of each row where `counted_B` is true."""
         x_BNZ = jnp.where(counted_B[:, None, None], x_BNZ.astype(jnp.float32), 0)
         count = counted_B.sum(dtype=jnp.float32) * x_BNZ.shape[1]
         return cls(count, x_BNZ.sum((0, 1)), (x_BNZ**2).sum((0, 1)))
@@ -50,7 +50,7 @@ class LatentSums(NamedTuple):
     Attributes:
       means: (sum, weight) of the metrics that are means over chunks.
       draws: moments of the model's draws.
-      targets: moments of the posterior's.
+      targets: moments of the posterior's draws.
     """
 
     means: Metrics
@@ -70,16 +70,17 @@ def latent_sums(
 ) -> LatentSums:
     """Draws latents for each predicted chunk and compares them with its posterior and with that of another chunk.
 
-    The other chunk is the one half a block away. Its posterior gives the score that the model has where contexts and
-    next chunks do not belong together. It is taken from the same block, so that a block's numbers do not depend on the others.
+    The other chunk is the one half a block away. Its posterior gives the score that the model would have if context and
+    next chunk did not belong together. It is taken from the same block, so that a block's numbers do not depend on other
+    blocks.
 
     Args:
-      model: as samplers see it.
+      model: the model's `ChunkModel` interface.
       posterior: the autoencoder's encoder, [B, K] -> posteriors of B chunks.
       beta: the exponent of the energy score's distances.
       h_BLD: the hidden states that predict the chunks.
       tokens_BLK: the predicted chunks.
-      key_BL: a key for each.
+      key_BL: a random key for each predicted chunk.
       counted_BL: bool, which chunks count.
       is_whole_BL: bool, which chunks have no masked token.
     """
@@ -98,14 +99,14 @@ def latent_sums(
         t_BMZ = of_target.mean[:, None] + of_target.std[:, None] * eps_BMZ
         fidelity_B, diversity_B = energy_terms(x_BNZ, of_target, eps_BMZ, beta)
         far_B, _ = energy_terms(x_BNZ, posterior(other_BK), eps_BMZ, beta)
-        # Draws of the posterior itself are the best that a model can make: their own distances are their energy loss.
+        # No model can do better than to draw from the posterior itself. The energy loss is then the mean distance of such draws.
         _, floor_B = energy_terms(t_BMZ, of_target, eps_BMZ, beta)
         means = {
             "energy_loss": total(2 * fidelity_B - diversity_B, counted_B),
             "energy_fidelity": total(fidelity_B, counted_B),
             "energy_diversity": total(diversity_B, counted_B),
             "energy_floor": total(floor_B, counted_B),
-            # The diversity of the draws is the same in both scores.
+            # The diversity of the draws is the same in both scores, and cancels.
             "conditional_gap": total(2 * (far_B - fidelity_B), both_B),
             "within_context_variance": total(x_BNZ.var(1, ddof=1).sum(-1), counted_B),
         }
@@ -116,7 +117,7 @@ def latent_sums(
         lambda x: x.swapaxes(0, 1), (h_BLD, tokens_BLK, other_BLK, key_BL, counted_BL, both_BL)
     )
     width = max(h_BLD.shape[-1], jax.eval_shape(posterior, tokens_BLK[:, 0]).mean.shape[-1])
-    # All pairs of N = M draws.
+    # Array elements per chunk position: the energy terms compare all pairs of N = M draws.
     size = rows * width * _DRAWS**2
     sums_L = jax.lax.map(of_chunk, over_L, batch_size=at_once(size))
     return jax.tree.map(lambda x_L: x_L.sum(0), sums_L)

@@ -26,6 +26,6 @@ LATENT_HEADS: dict[str, tuple[Any, Any]] = {
     "diffusion": (DiffusionHead, DiffusionHeadConfig),
     "flow": (FlowHead, FlowHeadConfig),
 }
-# A view, not a copy: a head that is added to `LATENT_HEADS` is in it, too.
+# A ChainMap is a view, not a copy: it contains heads that are added to `LATENT_HEADS` later, too.
 HEADS = collections.ChainMap({"softmax": (SoftmaxHead, SoftmaxHeadConfig)}, LATENT_HEADS)
 HeadConfig = EnergyHeadConfig | DiffusionHeadConfig | FlowHeadConfig | SoftmaxHeadConfig

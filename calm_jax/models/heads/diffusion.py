@@ -172,7 +172,7 @@ def loss_terms(output: Array, target: Array, noise: Array, step: Array) -> tuple
     Args:
         output: of the network at the state `diffused(...)`, [..., 2 Z].
         target: the clean latent, [..., Z].
-        noise: of the state, [..., Z].
+        noise: the noise that the state was made with, [..., Z].
         step: int [...].
 
     Returns:

@@ -1,8 +1,8 @@
 """The energy head: one forward pass turns a hidden state and noise into a latent (paper, section 3).
 
 The head has no likelihood. The energy score, a strictly proper scoring rule that needs only samples, trains it
-(`calm_jax.losses.energy_score`). With `decoded_brier_weight` a second proper score joins it: that of the tokens to which
-the frozen autoencoder decodes the draws (`calm_jax.losses.decoded_brier`; not in the paper).
+(`calm_jax.losses.energy_score`). `decoded_brier_weight` adds a second proper score to the loss: the Brier loss of the
+tokens to which the frozen autoencoder decodes the draws (`calm_jax.losses.decoded_brier`; not in the paper).
 
 P positions, N draws at each, D hidden features, E noise features, Z latent features, M target draws.
 """
@@ -67,7 +67,8 @@ class NoiseBlock(nn.Module):
     """One residual block, which refines the draws [P, N, D] given the condition [P, D].
 
     The first linear layer acts on the concatenation of a draw and the condition. Its product with the condition is
-    the same for all draws of a position, and is computed once per position. The None of the result is for `nn.scan`.
+    the same for all draws of a position, and is computed once per position. The None in the result is the output per layer
+    that `nn.scan` expects.
     """
 
     norm_epsilon: float
