@@ -1,7 +1,7 @@
 """The resolved config: frozen, validated dataclasses made from a ConfigDict, and the keys that a resume must not change.
 
-`resolve` makes a `Config`. Each section is a dataclass that lies beside its consumer (`TrainingConfig` in
-training/step.py and so on) and checks its own values; `Config` checks values of several sections against each other.
+`resolve` makes a `Config`. Each section is a dataclass, defined in the module that uses it (`TrainingConfig` in
+training/step.py and so on), and checks its own values; `Config` checks values of several sections against each other.
 """
 
 import dataclasses
@@ -160,7 +160,7 @@ class Config:
 
     @property
     def autoencoder_source(self) -> str:
-        """The workdir whose autoencoder is used without training it; empty if stage 1 is trained here."""
+        """The workdir whose autoencoder is used without training it; empty if this recipe trains its own in stage 1."""
         from_init = self.has_autoencoder and "autoencoder" not in self.stages
         return self.autoencoder.checkpoint or (self.init_from if from_init else "")
 
@@ -171,17 +171,18 @@ class Config:
         return asked if self.has_autoencoder else ("lm",)
 
 
-# Largest whole number of a config, as JAX counts in 32 bits; the ends of keys that are sizes, and the largest size.
+# The largest integer that a key other than a seed may have, because JAX's integers have 32 bits.
 _MOST_WHOLE = 2**31 - 1
+# Keys that end with these words are sizes or counts of things in memory; none may be larger than `_MOST_SIZE`.
 _SIZES = (
     *("_size", "_tokens", "_layers", "_heads", "_samples", "num_blocks"),
     *("_draws", "_candidates", "_at_once"),
 )
 _MOST_SIZE = 2**24
-# The same of the tokens of a batch, which the host makes: a hundred times those of the published recipes.
+# The most tokens in a batch, which the host holds in memory: a hundred times as many as in the published recipes.
 _MOST_BATCH_TOKENS = 2**28
 
-# Keys that older versions did not have, with the value that stands for what those did: their workdirs stay readable.
+# Keys that older versions lacked, each with the value that gives the older behaviour, so that older workdirs stay readable.
 _ADDED: dict[str, Any] = {
     "autoencoder.random_chunks": 0.0,
     "lm.head.decoded_brier_weight": 0.0,
@@ -189,14 +190,16 @@ _ADDED: dict[str, Any] = {
     "lm.token_loss_weight": 0.0,
     "sample.shown_candidates": 0,
 }
-# The same for keys whose value is that of another key of their section.
+# Keys that older versions lacked, each with the key of the same section whose value it then takes.
 _ADDED_AS = {"lm.model.rms_norm_epsilon": "norm_epsilon"}
-# Keys whose type has changed since an older version, with a hint at the new values.
+# Keys whose type has changed since an older version, with the end of the error message about a value of the older type.
 _OLDER_TYPES = {"lm.model.remat": ": 'full' is what True was, 'none' what False was"}
 
 
 def _build(cls: Any, section: Mapping[str, Any], path: str) -> Any:
-    """Makes the dataclass `cls` from a section of keys; `path` is the section's name with a dot, empty for the whole."""
+    """Makes the dataclass `cls` from a section of the config. `path` is the prefix of its keys, such as "lm.model."; empty
+    for the whole config.
+    """
     fields = {field.name: field for field in dataclasses.fields(cls)}
     # Each head has its own keys, so --config.lm.head.name=NAME alone cannot change the head.
     hint = "; choose a head by --config=RECIPE.py:head=NAME" if path == "lm.head." else ""
@@ -235,16 +238,16 @@ def _build(cls: Any, section: Mapping[str, Any], path: str) -> Any:
     try:
         return cls(**values)
     except UserError as error:
-        # Sections that both stages have raise errors with their own keys, such as "training.num_steps".
+        # A section that both stages have names its key without the stage, such as "training.num_steps". Add the stage.
         top, message = path.split(".")[0], str(error)
         known = not path or message.startswith((f"{top}.", f"{top}:"))
         raise UserError(message if known else f"{top}.{message}") from error
 
 
 def _check_whole(key: str, value: int) -> None:
-    """Raises `UserError` for a whole number with which memory or integers would overflow before anything else is refused."""
+    """Raises `UserError` for an integer so large that int32 would overflow, or memory run out, before a later check."""
     if key.endswith("seed"):
-        return  # has bounds of its own
+        return  # seeds have checks of their own: they go up to 2**32 - 1
     most = _MOST_SIZE if key.endswith(_SIZES) else _MOST_WHOLE
     if value > most:
         raise UserError(f"{key}={value} must be at most {most}")
@@ -253,7 +256,7 @@ def _check_whole(key: str, value: int) -> None:
 
 
 def _as_float(key: str, value: int) -> float:
-    """A whole number that stands for a float. Raises `UserError` if no float is as large."""
+    """Converts an integer that is given for a float key. Raises `UserError` if no float is as large."""
     try:
         return float(value)
     except OverflowError as error:
@@ -320,7 +323,8 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
             yield f"{path}{key}", list(value) if isinstance(value, tuple) else value
 
 
-# Keys that decide which parameters there are and what they mean. No command may load a workdir under other values.
+# Keys that decide which parameters a model has and what they mean. No command may load a workdir's parameters with other
+# values of these keys.
 MODEL_KEYS = (
     "chunk_size",
     "tokenizer.",
@@ -329,7 +333,8 @@ MODEL_KEYS = (
     "lm.head.",
     "lm.token_loss_weight",
 )
-# Keys that would change what a resumed run trains on, without an error. Training alone refuses other values.
+# Keys that decide what a run trains on. Other values would change a resumed run without an error, so training refuses
+# them; other commands accept them.
 _TRAINING_KEYS = (
     "seed",
     "compute_dtype",
@@ -342,7 +347,8 @@ _TRAINING_KEYS = (
     "lm.data.",
     "lm.training.batch_size",
 )
-# Exceptions: these change how a value is computed, how a head is sampled or how bad records are handled.
+# Exceptions, which may differ: these keys change only how a value is computed, how a head is sampled, how bad records are
+# handled or where the tokenizer's file is.
 _FREE_KEYS = (
     "lm.model.remat",
     "lm.model.attention",
@@ -356,7 +362,7 @@ _FREE_KEYS = (
 def differing_keys(
     ours: Mapping[str, Any], stored: Mapping[str, Any], training: bool
 ) -> list[tuple[str, Any, Any]]:
-    """The keys in which a config differs from a workdir's and must not.
+    """The keys that must have the same value in a command's config and in the workdir's config, and do not.
 
     Args:
       ours: the config of this command, from `as_dict`.

@@ -1,6 +1,6 @@
 """Bounded reads of regular files, and atomic writes: a file or folder appears under its name only when it is complete.
 
-What is written here does not follow symbolic links: a folder of somebody else may hold links to files that are not its own.
+Writes do not follow symbolic links: a folder that comes from somebody else may hold links to files outside of it.
 """
 
 import errno
@@ -18,9 +18,9 @@ from typing import Any
 from calm_jax.cli.ownership import LOCK, owned
 from calm_jax.errors import UserError
 
-# Largest JSON file in bytes: far above what any has, far below what would fill the memory.
+# Bytes of the largest JSON file that is read: far more than any has, and far less than would fill the memory.
 _MOST_JSON_BYTES = 2**26
-# The same of other files that are read whole.
+# Bytes of the largest other file that is read whole.
 _MOST_BYTES = 2**30
 # Bytes read at once.
 _PIECE = 2**20
@@ -41,7 +41,7 @@ def local_path(name: str, flag: str) -> pathlib.Path:
 
 @contextmanager
 def os_errors(what: object, done: str) -> Iterator[None]:
-    """Makes an `OSError` inside the `with` block the `UserError` that `what` cannot be `done`, such as "written"."""
+    """Turns an `OSError` inside the `with` block into a `UserError`: `what` cannot be `done`, such as "written"."""
     try:
         yield
     except OSError as error:
@@ -91,7 +91,7 @@ def read_json(path: pathlib.Path) -> Any:
     try:
         return json.loads(read_file(path, _MOST_JSON_BYTES).decode("utf-8"))
     except UnicodeDecodeError as error:
-        # Its own text has the whole content.
+        # The text of `error` would contain the whole content of the file.
         raise ValueError(f"byte {error.start} is not valid UTF-8") from error
     except RecursionError as error:
         raise ValueError("too many levels of lists and objects") from error
@@ -119,7 +119,7 @@ def write_atomically(path: pathlib.Path, content: str | bytes, tag: str = "") ->
     """
     unfinished = path.with_name(f"{path.name}{tag}.tmp")
     with os_errors(path, "written"):
-        # What a killed command left, or a link or pipe.
+        # The temporary name may be taken by the file of a killed command, by a link or by a pipe.
         unfinished.unlink(missing_ok=True)
         with open(unfinished, "xb") as file:
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
@@ -129,7 +129,7 @@ def write_atomically(path: pathlib.Path, content: str | bytes, tag: str = "") ->
 
 
 def append_line(path: pathlib.Path, line: str) -> None:
-    """Appends a line to a regular file, after the end of the line before it, which a full disk may have cut.
+    """Appends a line to a regular file. A line before it that was cut off, as by a full disk, is ended first.
 
     Raises `OSError` if it cannot be written, also for a symbolic link or a pipe.
     """
@@ -144,7 +144,7 @@ def append_line(path: pathlib.Path, line: str) -> None:
 
 
 def refuse_existing(path: pathlib.Path) -> None:
-    """Raises `UserError` if `path`, where a folder is to be made, is anything but free or an empty folder."""
+    """Raises `UserError` unless `path`, where a folder is to be made, does not exist or is an empty folder."""
     with os_errors(path, "read"):
         is_taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
         if is_taken or path.is_symlink():
@@ -184,7 +184,7 @@ def atomic_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
         raise UserError(f"{unfinished}, where {flag}={path} is made, is a symbolic link: delete it")
     with owned(unfinished, f"{flag}={path}"):
         try:
-            # Again, as its last owner may have made it just now.
+            # Checked again, because another process may have made `path` before this one got the lock.
             refuse_existing(path)
             empty(unfinished, keep={LOCK})
             yield unfinished
@@ -195,7 +195,7 @@ def atomic_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
         except BaseException as error:
             with suppress(UserError, OSError):
                 empty(unfinished, keep={LOCK})
-                # Also one that a killed command left, which is therefore not new.
+                # `owned` removes only folders that it made; this one may have been left by a killed command.
                 (unfinished / LOCK).unlink()
                 unfinished.rmdir()
             if isinstance(error, OSError):

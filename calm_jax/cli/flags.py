@@ -16,13 +16,13 @@ from ml_collections import ConfigDict, config_flags
 from calm_jax.cli.files import local_path
 from calm_jax.errors import UserError, nearest
 
-# --help of a command has the flags that are defined here for it.
+# Flags that functions of this module define appear in the --help of the command that calls them.
 flags.disclaim_key_flags()
 
 
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Ends the command as a `UserError` does, for all errors of flags."""
+    """Ends the command with one line and status 2, as a `UserError` does, at any error while flags are parsed."""
     try:
         yield
     except UserError as error:
@@ -83,9 +83,9 @@ def define_recipe(
     """Defines `--config=FILE[:ARGUMENT]`, which names a recipe, and `--config.KEY=VALUE`, which change its keys.
 
     Args:
-      help_text: of `--config`.
-      values: the flags to define it among.
-      argv: what they will be parsed from, a command's name and its arguments; None: `sys.argv` as it will be then.
+      help_text: the help text of `--config`.
+      values: the set of flags to which it is added.
+      argv: the command's name and arguments, from which the flags will be parsed; None takes `sys.argv` at that time.
     """
     holder = config_flags.DEFINE_config_file(
         "config", None, help_text, flag_values=values, sys_argv=argv
@@ -95,14 +95,14 @@ def define_recipe(
 
 
 class _RecipeParser(flags.ArgumentParser):
-    """Executes a recipe. All that is wrong with it is a `UserError`, where the library would show a traceback."""
+    """Executes a recipe. Raises `UserError` for any error in it, for which the library would show a traceback."""
 
     def __init__(self, argv: list[str] | None):
         self._argv = argv
 
     def parse(self, recipe_flag: str) -> ConfigDict:
         file, *argument = recipe_flag.split(":", 1)
-        # Not pathlib's, which raises an error for a name that is too long.
+        # `pathlib.Path.is_file` would raise an error for a name that is too long.
         if not os.path.isfile(file):
             raise UserError(f"--config={recipe_flag}: there is no file {file}")
         try:
@@ -119,7 +119,7 @@ class _RecipeParser(flags.ArgumentParser):
             raise UserError(
                 f"--config={recipe_flag}: get_config() returns {kind}, not a ConfigDict"
             )
-        # The flag itself reads the changed keys of these words, too.
+        # The flag then applies the `--config.KEY=VALUE` among these arguments, so unknown keys are refused first.
         _check_keys(sys.argv if self._argv is None else self._argv, config)
         return config.lock()
 

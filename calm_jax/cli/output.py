@@ -1,4 +1,4 @@
-"""The file that a command is asked to write: refused before long work where it cannot be, or must not be, written."""
+"""Checks, before long work, that a command's output file can be written and that no file is overwritten unasked."""
 
 import os
 import pathlib
@@ -10,7 +10,8 @@ from calm_jax.errors import UserError
 def new_file(path: pathlib.Path, flag: str, overwrite: bool) -> pathlib.Path:
     """The resolved path of a file to write.
 
-    Raises `UserError` if there is a file and not `overwrite`, if `path` is no file, or if its folder cannot be written to.
+    Raises `UserError` if `path` exists and is not a file, if the file exists and `overwrite` is False, or if its folder
+    cannot be written to.
     """
     with os_errors(f"{flag}={path}", "written"):
         is_there = path.exists()

@@ -21,7 +21,7 @@ from calm_jax.errors import UserError
 
 # The locked file. Its content says who owns the folder; it is empty when nobody does, or the owner was killed before.
 LOCK = "lock"
-# How a file system says that it has no locks.
+# The errors of a file system that has no locks.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -40,9 +40,10 @@ def _owner(folder: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def owned(folder: pathlib.Path, flag: str) -> Iterator[None]:
-    """Makes `folder` if it is missing and owns it inside the `with` block, until which it holds the file `lock`.
+    """Makes `folder` if it is missing, and owns it inside the `with` block: holds the lock on the file `lock` in it.
 
-    A folder that was made here and has nothing but the lock afterwards is removed again, with the parents made for it.
+    If the folder was made here and has nothing but the file `lock` at the end, it is removed again, with the parents that
+    were made for it.
 
     Args:
       folder: the folder to write to.
@@ -75,13 +76,13 @@ def owned(folder: pathlib.Path, flag: str) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            # Not so if the folder was renamed meanwhile, and another process has made one of this name.
+            # If the folder was renamed meanwhile, another process may have made a new one of this name: leave that alone.
             if os.path.samestat(os.stat(folder / LOCK), locked):
                 os.truncate(folder / LOCK, 0)
                 if missing and os.listdir(folder) == [LOCK]:
                     (folder / LOCK).unlink()
         for path in missing:
-            # Fails for a folder that is not empty, as after a success.
+            # Fails, as intended, for a folder that is not empty, such as after a success.
             with contextlib.suppress(OSError):
                 path.rmdir()
         lock.release()

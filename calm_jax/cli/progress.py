@@ -80,20 +80,20 @@ class Progress:
             self._bar.stop()
 
 
-# Seconds after which work says how long it will still take, and between two such lines where there is no terminal.
+# Seconds before `Countdown` shows the time left, and between two of its lines if stderr is not a terminal.
 _PATIENCE = 10.0
 _BETWEEN_LINES = 30.0
 
 
 class Countdown:
-    """How much of some work is done, and the time left, on stderr: nothing for work of less than ten seconds.
+    """Shows on stderr how much of some work is done, and the time left; nothing for work of less than ten seconds.
 
-    A live line on a terminal, else a line every half minute. A context manager, which clears the live line.
+    On a terminal it is a live line, otherwise a line every half minute. A context manager, which clears the live line.
 
     Args:
-      what: the work, as the line begins.
-      total: how many things it has.
-      unit: what they are called.
+      what: the name of the work, with which the line begins.
+      total: the number of items to process.
+      unit: the name of the items, in the plural.
       shown: False for a process that prints nothing.
     """
 
@@ -102,12 +102,13 @@ class Countdown:
         self._live = sys.stderr.isatty()
         self._done = 0
         self._next = time.monotonic() + _PATIENCE
-        # The first things take longer than the others, where a program is compiled for them.
+        # The time and number of items at the first report. The speed is measured from there on, because the first items
+        # take longer if a program is compiled for them.
         self._first: tuple[float, int] | None = None
         self._width = 0
 
     def done(self, number: int) -> None:
-        """Notes that `number` things are done, in all; more than there are, where a last batch is filled up, are all."""
+        """Notes that `number` items are done in total; a number above `total`, from a filled-up last batch, counts as it."""
         number, now = min(number, self._total), time.monotonic()
         if self._first is None:
             self._first = now, number
@@ -120,7 +121,7 @@ class Countdown:
         self._show(line)
 
     def add(self, number: int) -> None:
-        """Notes that `number` more things are done."""
+        """Notes that `number` more items are done."""
         self._done += number
         self.done(self._done)
 

@@ -16,7 +16,7 @@ from calm_jax.models.heads.energy import EnergyHeadConfig
 from calm_jax.models.heads.flow import FlowHeadConfig
 from calm_jax.models.transformer import TransformerConfig
 
-# Positions that each one attends to in `Count.PAPER`, whatever the block size.
+# The number of positions that each position attends to in `Count.PAPER`, whatever the block size.
 PAPER_CONTEXT = 2048
 
 
@@ -78,7 +78,7 @@ def decoder(model: AutoencoderConfig, chunk_size: int, vocab_size: int) -> float
 
 
 def _energy_draws(head: EnergyHeadConfig, D: int, Z: int, draws: float, shares: bool) -> float:
-    """`draws` draws for one hidden state; with `shares`, the part that they have in common is computed once."""
+    """FLOPs of `draws` draws for one hidden state; with `shares`, the part that they have in common is computed once."""
     # This part depends on the hidden state alone: its projection, and half of each block's first layer.
     once = _linear(D, D) + head.num_blocks * _linear(D, D)
     block = _linear(D, D) + _linear(D, D) + _linear(D, 2 * D) + _linear(D, D)
@@ -137,7 +137,7 @@ def _decoded_brier(config: Config, vocab_size: int) -> float:
 
 
 def _seen(positions: int, count: Count) -> float:
-    """How many of `positions` one of them attends to, on average."""
+    """How many of `positions` positions each position attends to, on average."""
     return PAPER_CONTEXT if count is Count.PAPER else (positions + 1) / 2
 
 
@@ -184,10 +184,11 @@ def training(config: Config, stage: str, vocab_size: int) -> float:
 
 
 def recomputed(config: Config, stage: str, vocab_size: int, num_shards: int) -> float:
-    """FLOPs per token that the backward pass of `stage` spends on computing activations again.
+    """FLOPs per token that the backward pass of `stage` spends on recomputing activations.
 
-    Logits are computed again where a device does not hold those of its microbatch at once. `num_shards` is the number of
-    devices that the rows are split over. A forward pass is a third of the FLOPs of training.
+    The logits of a device's microbatch are recomputed if they are too large to be held at once
+    (`calm_jax.models.vocabulary`). `num_shards` is the number of devices that the rows are split over. A part's forward
+    pass is counted as a third of its FLOPs in training.
     """
     section = getattr(config, stage)
     tokens = section.training.batch_size * section.data.block_tokens

@@ -51,7 +51,7 @@ def _count(task: Task, parts: dict[str, str]) -> Parameters:
 
 
 def _vocabulary(vocab_size: int) -> Vocabulary:
-    # No parameter depends on the number of the pad token.
+    # The number of parameters does not depend on the id of the pad token.
     return Vocabulary(vocab_size, vocab_size - 1)
 
 
@@ -70,8 +70,8 @@ def _autoencoder(config: Config, vocab_size: int) -> Parameters:
 def language_model(config: Config, vocab_size: int) -> Parameters:
     """The parameters that stage 2 trains.
 
-    Parts of CALM: token embeddings, backbone, chunk embedding, head, token predictor. Parts of the autoregressive baseline: token
-    embeddings, backbone, vocabulary (the softmax head).
+    Parts of CALM: token embeddings, backbone, chunk embedding, head, token predictor. Parts of the autoregressive baseline:
+    token embeddings, backbone, vocabulary (the softmax head).
     """
     return dict(_language_model(config, vocab_size))
 

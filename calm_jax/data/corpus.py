@@ -1,4 +1,4 @@
-"""The text of a run: from files, from prepared shards, or the source of the running Python's standard library."""
+"""Reads the text of a run: files, prepared shards, or the source of the running Python's standard library."""
 
 import collections
 import dataclasses
@@ -114,9 +114,9 @@ class Corpus:
     Attributes:
         sources: the text of `data.train_files`; empty if the config names only validation files, for an evaluation.
         autoencoder_sources: the text of `data.autoencoder_files`, or `sources` if that key is empty.
-        validation: the documents to score on; records alone where there are records and running text.
+        validation: the documents to score on; if some are records with prompts, these alone.
         skipped: the number of records left out, by reason.
-        cut: the documents whose end is held out, as they are the only ones of their source.
+        cut: the documents whose end is held out because each is the only document of its source.
     """
 
     sources: tuple[Source, ...]
@@ -193,14 +193,15 @@ class _Reader:
     """
 
     def __init__(self, config: DataConfig):
-        # Shared by all files, so that `deduplicate` finds copies across them.
+        # All files share one `Distinct`, so that `deduplicate` finds copies across them.
         self._config, self._distinct = config, Distinct()
         self.skipped: collections.Counter = collections.Counter()
 
     def training(self, entries: list[str], key: str, is_mixture: bool) -> list[Document]:
         """Training documents, without the short and repeated ones that the config leaves out.
 
-        Text without fields has no prompts: .txt files and the standard library. In a mixture it may stand beside records.
+        The .txt files and the standard library have no fields, so they have no prompts. Where records have prompts, such
+        text is allowed only as a separate entry of a mixture.
         """
         globs = ",".join(entry for entry in entries if entry != STANDARD_LIBRARY)
         reading = self._config.reading
@@ -222,7 +223,7 @@ class _Reader:
         return self._not_empty(list(found), ",".join(entries), key)
 
     def validation(self, globs: str, key: str) -> list[Document]:
-        """Documents to score on: none is left out or cut into pieces."""
+        """Documents to score on: short and repeated ones are kept, and long ones are not cut into pieces."""
         reading = dataclasses.replace(self._config.reading, min_characters=0, max_words=0)
         found = self._read(find_files(globs, key), key, reading)
         return self._not_empty(list(found), globs, key)
@@ -259,7 +260,8 @@ class _Reader:
     def sources(self, files: str, key: str, is_mixture: bool) -> list[Source]:
         """The sources that the comma-separated entries of `files` name.
 
-        Of a mixture each entry is a source. Otherwise all entries that are read into memory are one source, the last.
+        In a mixture each entry is a source. Otherwise each folder of prepared text is a source, and all other entries,
+        which are read into memory, are together the last source.
         """
         sources: list[Source] = []
         together = []
@@ -297,10 +299,11 @@ def _split(documents: list[Document], every: int) -> tuple[list[Document], list[
 
 
 def _cut_end(text: str, every: int) -> int:
-    """Where the held-out end of a text begins: its last 1/`every`, and up to half as much more to begin with a line.
+    """The index of the character at which the held-out end of a text begins.
 
-    It depends on the text alone, so that a run that goes on has the same split. Equal to the length of a text of fewer
-    than `every` characters, of which nothing can be held out.
+    The end is the last 1/`every` of the text, or up to half as much more so that it begins with a line. It depends on
+    these arguments alone, so that a resumed run has the same split. Nothing can be held out of a text of fewer than
+    `every` characters: the index is then the text's length.
     """
     share = len(text) // every
     latest = len(text) - share
@@ -349,7 +352,8 @@ def load_corpus(
         cut: list[Cut] = []
     else:
         sources, validation, cut = _hold_out(sources, config)
-    # Text that is mixed with records is held out, too, so that scores on it stay honest; this run scores records alone.
+    # A part of running text that is mixed with records is held out too, so that it can be scored later as unseen text; this
+    # run scores the records alone.
     validation = [one for one in validation if one.prompt is not None] or validation
     train = tuple(sources)
     return Corpus(
@@ -377,7 +381,7 @@ def _warn_of_overlap(config: DataConfig) -> None:
 def _hold_out(
     sources: Sequence[Source], config: DataConfig
 ) -> tuple[list[Source], list[Document], list[Cut]]:
-    """Moves a part of every source to the validation text: some documents, or the end of an only one.
+    """Moves a part of every source to the validation text: some documents, or the end of a source's only document.
 
     Returns `(sources, validation, cut)`: what is left of the sources, the validation text, and the documents whose end
     was taken.

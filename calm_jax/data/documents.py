@@ -1,4 +1,4 @@
-"""Documents from text files: .txt, .jsonl, .json and .parquet, and .gz or .zst of the first three.
+"""Reads documents from text files: .txt, .jsonl, .json (each also compressed, as .gz or .zst) and .parquet.
 
 Files are streamed, from their beginning or from a place inside; only a .txt, which is one document, is read whole.
 A bad record is either an error that names file and line, or is counted and left out.
@@ -76,8 +76,7 @@ class Document:
     Attributes:
         name: decides whether the document is held out; all pieces of a text share its name.
         text: the text, or the completion of a record with a prompt.
-        prompt: precedes the text in the model's input; its tokens are not targets. None for running text, which is not a
-            record with a prompt.
+        prompt: precedes the text in the model's input; its tokens are not targets. None for running text.
     """
 
     name: str
@@ -109,7 +108,8 @@ def _document(record: Any, name: str, reading: Reading) -> Document:
     return Document(name, text, prompt)
 
 
-# Well below the interpreter's recursion limit: close to it other code, such as a garbage collector's callback, would fail.
+# The deepest nesting of JSON that is parsed. It is well below the interpreter's recursion limit, close to which other code,
+# such as a garbage collector's callback, would fail.
 _MOST_LEVELS = 300
 _STRINGS_AND_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 
@@ -138,7 +138,7 @@ def _parse(line: bytes, name: str, reading: Reading) -> Document:
     return _document(record, name, reading)
 
 
-# A document or a bad record, and the place in the file where it begins: None where the file itself is at fault.
+# The place in the file where a record begins (None if the fault is the whole file's), and its document or its fault.
 _Item = tuple[Place | None, Document | BadRecord]
 
 
@@ -149,7 +149,7 @@ def _read_text(file: str, name: str) -> Iterator[_Item]:
         yield None, too_long("text")
         return
     try:
-        # Opened in text mode, the file would have every line end turned into "\n".
+        # The bytes are decoded here, because a file opened in text mode turns every line end into "\n".
         yield START, Document(name, text.decode("utf-8"))
     except UnicodeDecodeError as error:
         yield None, BadRecord("invalid UTF-8", f"byte {error.start} is not valid UTF-8")
@@ -232,7 +232,7 @@ def pieces(document: Document, max_words: int) -> list[Document]:
 def read_file(
     file: str, key: str, reading: Reading, skipped: collections.Counter, start: Place
 ) -> Iterator[tuple[Place, list[Document]]]:
-    """Reads the records of a file; of a damaged file those before the damage.
+    """Reads the records of a file; from a damaged file, those before the damage.
 
     Args:
         file: the file's name.
@@ -242,7 +242,7 @@ def read_file(
         start: the place of the first record to read.
 
     Yields:
-        The place where a record begins, and its document, or the pieces of its document.
+        `(place, documents)`: where a record begins, and its document in a list; a long one as its pieces (`max_words`).
 
     Raises:
         UserError: a bad record under `on_bad_record="raise"`, or a file that cannot be read or changes while it is read.

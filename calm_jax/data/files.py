@@ -1,4 +1,4 @@
-"""Files of records: finding, opening and decompressing them, and splitting them into lines.
+"""Finds, opens and decompresses files of records, and splits them into lines.
 
 Names with "://" in them are remote files, read with fsspec; all others are local.
 """
@@ -21,9 +21,9 @@ COMPRESSIONS = (".gz", ".zst")
 MOST_BYTES = 2**28
 # Bytes read at once.
 _PIECE = 2**20
-# Compressed bytes decompressed at once: they may become tens of thousands of times as many.
+# Compressed bytes that are decompressed at once; decompressed, they may be tens of thousands of times as many.
 _PACKED_PIECE = 2**12
-# Largest window that a frame may ask for, in bytes of memory; `zstd --long=31` does.
+# Largest window of a zstd frame that is decompressed, in bytes of memory; `zstd --long=31` makes such windows.
 _MOST_WINDOW = 2**31
 
 
@@ -91,7 +91,7 @@ def find_files(globs: str, key: str) -> list[str]:
 
 
 def _local_files(pattern: str) -> list[str]:
-    # A file's own name may contain brackets.
+    # A name with brackets may be a file's own name, not a glob.
     if os.path.exists(pattern):
         return [pattern]
     return sorted(glob.glob(pattern, recursive=True))
@@ -110,7 +110,7 @@ def _remote_files(pattern: str, key: str) -> list[str]:
 
 
 def format_of(file: str) -> str | None:
-    """The suffix of a file's format, below that of its compression; None if it cannot be read."""
+    """The suffix of a file's format, without that of its compression; None for a format that is not supported."""
     name, is_packed = file, False
     for suffix in COMPRESSIONS:
         if file.endswith(suffix):
@@ -130,7 +130,8 @@ def library(name: str, file: str) -> Any:
 class _Unzstd(io.RawIOBase):
     """The decompressed bytes of a .zst file.
 
-    zstandard's own `stream_reader`, which fsspec uses, takes the end of the file within a frame for the end of the text.
+    zstandard's own `stream_reader`, which fsspec uses, would read a truncated file, which ends within a frame, without an
+    error.
     """
 
     def __init__(self, packed: BinaryIO, file: str):
@@ -188,7 +189,7 @@ def opened(file: str) -> Iterator[BinaryIO]:
 
 
 def _lines(file: BinaryIO, start: Place) -> Iterator[tuple[Place, bytes | BadRecord]]:
-    """The lines from the file's position on, which `start` describes; a `BadRecord` in place of a line that is too long."""
+    """The lines from the file's current position on, which is `start`; a `BadRecord` in place of a line that is too long."""
     number, offset = start.number, start.offset
     while line := file.readline(MOST_BYTES):
         place, size = Place(number, offset), len(line)
@@ -211,14 +212,14 @@ def lines_from(
 
     Args:
         name: the file's name, which tells whether it is compressed.
-        file: what `opened(name)` gave.
+        file: the result of `opened(name)`.
         start: the place of the first line to return.
     """
     if is_seekable(name):
         file.seek(start.offset)
         yield from _lines(file, start)
         return
-    # Read just as from the beginning, so that damage is met at the same line from whichever place reading begins.
+    # A compressed file is always read from its beginning: damage is then found at the same line, whatever `start` is.
     for place, line in _lines(file, START):
         if place.number >= start.number:
             yield place, line

@@ -1,4 +1,4 @@
-"""Blocks to batches with Grain: mixing and shuffling of sources, and each process's rows of a batch.
+"""Makes batches of blocks with Grain: mixes and shuffles the sources, and gives each process its rows of every batch.
 
 Grain imports JAX and Orbax, so it is imported inside functions: importing this module needs neither.
 """
@@ -41,7 +41,7 @@ class TrainingText:
         return sum(map(len, self.sources))
 
     def targets(self, most_blocks: int) -> np.ndarray:
-        """Targets of a sample, [N, T]: evenly spaced blocks of each source, in the proportions of the weights.
+        """The targets of a sample of blocks, int32 [N, T]: evenly spaced blocks of each source, in proportion to the weights.
 
         N is at most about `most_blocks`, and smaller if a source has too few blocks for its share.
         """
@@ -83,14 +83,14 @@ class TrainingText:
 
 @dataclasses.dataclass(frozen=True)
 class _ProcessBatches:
-    """A Grain source of batches: of every global batch the rows of one process.
+    """A Grain source of batches: one process's rows of every global batch.
 
-    The batches of all processes side by side are exactly the batches of a single process.
+    The rows of all processes together are exactly the batches that a single process would make.
 
     Attributes:
         dataset: the rows of all batches.
         batch_size: rows of a global batch.
-        rows: the places of this process's rows in every batch.
+        rows: the indices, within each global batch, of this process's rows.
     """
 
     dataset: "grain.MapDataset"

@@ -1,4 +1,4 @@
-"""Documents to blocks of tokens, in memory: special tokens around each document, and the ways to cut blocks."""
+"""Packs documents into blocks of tokens, in memory: adds special tokens around each document, and cuts blocks."""
 
 import dataclasses
 import itertools
@@ -83,12 +83,12 @@ class Frame:
 class Blocks:
     """Blocks in memory: a random-access source of {"tokens", "targets"}, int32 [T] each.
 
-    Targets are the tokens, but MASKED in filler and prompts.
+    Targets are the tokens themselves, except that those of filler and prompts are MASKED.
 
     Attributes:
         tokens: int32 [blocks, T].
-        num_valid: [blocks], tokens of a block before its filler.
-        is_given: bool [blocks, T], tokens of prompts, with the pads and bos before them; None without prompts.
+        num_valid: [blocks], the number of tokens in each block before its filler.
+        is_given: bool [blocks, T], True for tokens of prompts and the pads and bos before them; None without prompts.
     """
 
     tokens: np.ndarray
@@ -142,9 +142,8 @@ class IsolatedBlocks:
 
     Attributes:
         packed: the blocks.
-        starts_D: the token at which each document begins, in the concatenation of all documents and their special
-            tokens.
-        first_N: the token at which each block begins there; None if the blocks follow each other without gaps.
+        starts_D: the index at which each document begins in the concatenation of all documents with their special tokens.
+        first_N: the index at which each block begins in the concatenation; None if blocks follow each other without gaps.
         chunk_size: K, tokens per chunk.
     """
 
@@ -174,7 +173,8 @@ class IsolatedBlocks:
         size = self.block_tokens
         first = int(index) * size if self.first_N is None else self.first_N[index]
         begin, end = np.searchsorted(self.starts_D, [first, first + size])
-        # Filler gets the segment ids of the text that follows the block. It comes after all targets, so no target sees it.
+        # Filler gets the segment ids of the text that follows the block. This is harmless: filler comes after all targets,
+        # and attention is causal.
         begins_T = np.bincount(self.starts_D[begin:end] - first, minlength=size)
         return begins_T.cumsum().astype(np.int32)
 
@@ -207,9 +207,9 @@ def pack(
         config: the size of blocks, the special tokens, and how documents are packed: "windows" cuts the concatenation,
             "documents" keeps documents whole where they fit, "published" drops the end of each group of 1,000 documents.
         chunk_size: K, tokens per chunk.
-        seed: of the pads that `front_fill="random"` draws for each document.
+        seed: seeds the random number of pads that `front_fill="random"` puts before each document.
         keep_remainder: whether the last block is filled up with masked pads; otherwise a partial block is dropped.
-            "documents" fills up every block, whatever this is.
+            "documents" ignores this and fills up every block.
         name: what the documents are, for messages.
 
     Raises:
@@ -234,7 +234,7 @@ def pack(
 
 
 def whole_blocks(framed: Iterable[np.ndarray], block_tokens: int) -> Iterator[np.ndarray]:
-    """The published packing: of each group of 1,000 documents, the tokens that fill whole blocks.
+    """The published packing: drops the tokens after the last whole block of each group of 1,000 documents.
 
     The last documents of a group may be cut off or missing. `framed` are all documents with their special tokens.
     """
@@ -294,7 +294,7 @@ def cut_blocks(
 
 
 def filled_blocks(rows: Sequence[np.ndarray], block: int, pad_id: int) -> Blocks:
-    """Blocks of `block` tokens from rows of at most as many, filled up with pads."""
+    """Makes blocks of `block` tokens from rows of at most `block` tokens, which are filled up with pads."""
     tokens = np.full((len(rows), block), pad_id, np.int32)
     for filled, row in zip(tokens, rows, strict=True):
         filled[: len(row)] = row
@@ -306,7 +306,7 @@ def document_windows(
 ) -> Blocks:
     """Windows over each document, in which every token after the first `context_tokens` is scored once.
 
-    A window begins `block_tokens - context_tokens` after the one before it; its first `context_tokens` are context only.
+    A window begins `block_tokens - context_tokens` tokens after the previous one. Its first `context_tokens` are only context.
     They are not masked here: `brier.Protocol.first_token` leaves them out of the score. The scored tokens and their
     context are the same for every chunk size, so that models of any K compare. A document of at most `context_tokens`
     has no window.

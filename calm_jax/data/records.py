@@ -1,4 +1,4 @@
-"""Records, a prompt and a completion each, to blocks of tokens: for training on completions alone."""
+"""Packs records, each a prompt and a completion, into blocks of tokens, for training on the completions alone."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def pack_completions(
 ) -> Blocks:
     """Blocks of completions without their prompts, to train an autoencoder on the chunks that the language model generates.
 
-    The completions' chunks are those of `pack_records`; for the arguments see `pack`.
+    Completions are split into the same chunks as by `pack_records`; for the arguments see `pack`.
     """
     pieces = [_completion(ids, tokenizer, chunk_size) for ids in completions]
     return cut_blocks(pieces, tokenizer.pad_id, config.block_tokens, keep_remainder, name)
@@ -48,22 +48,23 @@ def pack_records(
     chunk_size: int,
     is_mixed: bool,
 ) -> tuple[Blocks | IsolatedBlocks, list[str]]:
-    """Packs records, a prompt and a completion each, laid out as in generation.
+    """Packs records, each a prompt and a completion, laid out as in generation.
 
     A record is pads, bos, prompt, completion, eos, pads. The first pads let the completion begin on a chunk boundary, the
     last ones fill its last chunk. Targets are the completion, eos and the pads of that chunk.
 
-    A block has one record, or with `config.isolate_documents` as many consecutive ones as fit, which attention keeps apart.
+    A block holds one record. With `config.isolate_documents` it holds as many consecutive records as fit, and no record
+    attends to another.
 
     Args:
-        names: a name of each record.
+        names: the name of each record.
         prompts: token ids of each prompt.
         completions: token ids of each completion.
         tokenizer: the source of bos, eos and pad.
-        config: the longest block.
+        config: its `block_tokens` is the most tokens of a block.
         chunk_size: K, tokens per chunk.
-        is_mixed: whether blocks of other text are mixed with these. All have `config.block_tokens` tokens then, as blocks
-            of several records do; other blocks have as many as the longest record.
+        is_mixed: whether training mixes these blocks with blocks of other text. Blocks have `config.block_tokens` tokens if
+            they are mixed or hold several records; otherwise they have as many tokens as the longest record.
 
     Returns:
         The blocks, and the names of the records left out because they are longer than `config.block_tokens`.

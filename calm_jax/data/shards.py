@@ -1,12 +1,12 @@
-"""Prepared text: a folder of token shards on disk, from which blocks are read at random.
+"""Prepared text: a folder of token shards on disk, with random access to blocks.
 
 The folder holds `index.json`, `tokenizer/`, and a folder for each shard with
 
     pages.npy       tokens in pages of 1024, each page with its CRC-32, which is checked at every read
-    documents.npy   the token of the shard at which each document begins, and the shard's number of tokens
+    documents.npy   the index in the shard of each document's first token, and last the shard's number of tokens
     shard.json      the numbers of documents and tokens, and the SHA-256 of both files
 
-The shards in order are one text. It is not cut into blocks, so that one folder serves blocks of any size.
+The shards, concatenated in order, are one text. It is not cut into blocks, so that one folder serves blocks of any size.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ FORMAT = "calm_jax tokens 1"
 PAGE = 1024
 PAGES, DOCUMENTS, SHARD, INDEX = "pages.npy", "documents.npy", "shard.json", "index.json"
 
-# The options of the preparation that readers of the text use.
+# The options of the preparation that the code needs to read the text.
 _OPTIONS = (
     "append_eos",
     "align_documents_to_chunks",
@@ -49,9 +49,9 @@ def page_type(vocab_size: int) -> np.dtype:
 
 
 class ShardWriter:
-    """Writes the files of one shard, in the memory of a few pages.
+    """Writes the files of one shard, with only some pages in memory.
 
-    Used in a `with`: the files are complete and synced to disk when it ends without an error.
+    A context manager: the files are complete and synced to disk when the `with` block ends without an error.
     """
 
     def __init__(self, folder: pathlib.Path, vocab_size: int):
@@ -163,7 +163,7 @@ class PreparedText:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens. Raises `UserError` if it is missing, damaged or another one."""
+        """The tokenizer that made the tokens. Raises `UserError` if it is missing or damaged, or the index names another."""
         tokenizer = load_tokenizer(self.folder / "tokenizer")
         if tokenizer.description != self.index["tokenizer"]:
             raise UserError(
@@ -234,16 +234,16 @@ class PreparedText:
         return tokens.astype(np.int32)
 
     def bounds(self, number: int) -> np.ndarray:
-        """The tokens at which the documents of a shard begin and the last one ends, int64 [documents + 1].
+        """The indices at which the documents of a shard begin, and last the index at which it ends, int64 [documents + 1].
 
-        Positions count from the beginning of the whole text. Raises `UserError` if the file is damaged.
+        Indices count tokens from the beginning of the whole text. Raises `UserError` if the file is damaged.
         """
         self._check_file(number, DOCUMENTS)
         bounds = np.load(self.folder / self._shards[number]["name"] / DOCUMENTS)
         return bounds + self._first_S[number]
 
     def starts(self) -> np.ndarray:
-        """The token at which each document of the whole text begins, int64 [documents]."""
+        """The index at which each document begins in the whole text, int64 [documents]."""
         return np.concatenate([self.bounds(number)[:-1] for number in range(self.num_shards)])
 
     @property

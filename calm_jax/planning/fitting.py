@@ -1,7 +1,8 @@
-"""Chooses how a training step fits into memory, `training.accumulation_steps=0` and `lm.model.remat="auto"`, and the mesh of generation.
+"""Chooses the automatic keys of a recipe so that a training step fits into memory, and chooses the mesh of generation.
 
-The step is compiled, and the compiled program says what it needs. Candidates are tried from the fastest on, as the
-planner estimates their time, up to the first that fits.
+The automatic keys are `training.accumulation_steps=0` and `lm.model.remat="auto"`. Candidates for their values are tried in
+the order of the planner's estimate of their time, the fastest first, up to the first that fits: its step is compiled, and
+the compiled program says how much memory it needs.
 """
 
 import dataclasses
@@ -26,18 +27,18 @@ from calm_jax.parallel.mesh import MeshConfig, adapted, num_row_shards
 from calm_jax.tasks import Params
 from calm_jax.training.step import step_program
 
-# The share of an accelerator's memory that a step may take: the programs that score and save, and what fragmentation
-# costs, need the rest.
+# The share of an accelerator's memory that a step may take. The rest is for the programs that score and save, and for
+# fragmentation.
 SHARE = 0.9
 # The same for a CPU, whose memory also holds the text, a copy of the state while it is saved, and other programs.
 _SHARE_OF_HOST = 0.5
-# The share of a device's memory that float32 parameters may take if each device is to hold all of them for generation. Their
-# copy in the compute dtype, keys, values and samples need the rest.
+# The share of a device's memory that float32 parameters may take if each device is to hold all of them for generation. The
+# rest is for their copy in the compute dtype, keys, values and samples.
 _SHARE_OF_REPLICAS = 0.5
 
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
-# The TPU compiler's error for a program that does not fit has the bytes that it needs.
+# The TPU compiler's error for a program that does not fit states the bytes that it needs.
 _SIZE = r"([\d.]+)([KMGT]?)"
 _TOO_LARGE = (
     # Bytes needed by the whole program, and available.
@@ -66,7 +67,7 @@ def too_large(message: str) -> tuple[float, float, bool] | None:
 
 
 def bytes_of(tree: Any) -> float:
-    """Bytes of a tree of shapes on one device."""
+    """Bytes on one device of a tree of shapes with shardings."""
     return float(
         sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -78,20 +79,20 @@ def bytes_of(tree: Any) -> float:
 def generation_mesh(config: Config, vocab_size: int, num_devices: int, memory: float) -> MeshConfig:
     """The mesh on which generation runs, which need not be that of training.
 
-    Every chunk needs all parameters. Devices that hold all of them only share out the rows; where parameters are split, each
-    device receives the other parts for each chunk.
+    Every chunk needs all parameters. If each device holds all of them, the devices only split the rows of a batch. If the
+    parameters are sharded, each device receives the other shards for every chunk.
 
     Args:
-      config: of the model; `config.mesh` is that of its training.
-      vocab_size: of its tokenizer.
-      num_devices: of the mesh.
-      memory: of a device, in bytes.
+      config: the model's recipe; `config.mesh` is the mesh of its training.
+      vocab_size: number of ids of its tokenizer.
+      num_devices: number of devices to generate on.
+      memory: bytes of one device's memory.
 
     Returns:
       All devices along `data`, if the parameters take at most half of a device's memory. Otherwise `config.mesh`, adapted to
       the number of devices.
     """
-    # Counting takes half a second, and one device holds all parameters in any case.
+    # A single device holds all parameters in any case, so their counting, which takes half a second, is saved.
     if num_devices > 1:
         held = sizes.state_bytes(config, "lm", vocab_size)
         if held["parameters"] + held["frozen"] <= _SHARE_OF_REPLICAS * memory:
@@ -100,7 +101,7 @@ def generation_mesh(config: Config, vocab_size: int, num_devices: int, memory: f
 
 
 class Need(NamedTuple):
-    """Bytes of one device that a step needs: its arguments, which do not depend on the candidate, and all the rest."""
+    """Bytes of one device that a step needs: for its arguments, which are equal for all candidates, and for the rest."""
 
     arguments: float
     rest: float
@@ -127,12 +128,12 @@ class Compiled(NamedTuple):
 def compile_program(
     lowered: jax.stages.Lowered, arguments: float, options: dict[str, Any] | None = None
 ) -> Compiled:
-    """Compiles a program and reads what it needs, also from the compiler's refusal.
+    """Compiles a program and reads the memory that it needs, also from the error of a compiler that refuses it.
 
     Args:
       lowered: the program.
       arguments: bytes of its arguments on one device (`bytes_of`).
-      options: of the compiler.
+      options: the compiler's options.
     """
     try:
         program = lowered.compile(compiler_options=options)
@@ -153,24 +154,24 @@ def compile_program(
 
 
 def chosen(config: Config, stage: str) -> dict[str, Any]:
-    """The keys of a stage that can be chosen, by their full names, with their values."""
+    """The values of a stage's keys that can be chosen automatically, by the keys' full names."""
     steps = getattr(config, stage).training.accumulation_steps
     values = {f"{stage}.training.accumulation_steps": steps}
     return values | ({"lm.model.remat": config.lm.model.remat} if stage == "lm" else {})
 
 
 def is_automatic(config: Config, stage: str) -> bool:
-    """Whether a key of the stage is to be chosen."""
+    """Whether a key of the stage is to be chosen automatically."""
     return any(value in (0, "auto") for value in chosen(config, stage).values())
 
 
 def asked(config: Config, stage: str) -> dict[str, Any]:
-    """The values in the config besides the model that the choice depends on."""
+    """The values in the config, besides those of the model, on which the automatic choice depends."""
     return {"asked": chosen(config, stage), "attention": config.lm.model.attention}
 
 
 def with_choice(config: Config, values: Mapping[str, Any]) -> Config:
-    """The config with these values of keys by their full names."""
+    """The config with other `values` of some keys, which are given by their full names."""
 
     def replaced(section: Any, path: str, value: Any) -> Any:
         name, _, rest = path.partition(".")
@@ -187,7 +188,7 @@ def candidates(
 ) -> list[Config]:
     """The configs that the automatic keys allow, from the fastest on by the planner's estimate.
 
-    Without known `rates` those that recompute nothing come first, and of these the ones with few microbatches.
+    If `rates` is None, configs without recomputation come first, and then those with fewer microbatches.
     """
     training = getattr(config, stage).training
     shards = num_row_shards(mesh)
@@ -196,7 +197,7 @@ def candidates(
         for number in range(1, training.batch_size // shards + 1)
         if training.batch_size % (number * shards) == 0
     ]
-    # What stands for a choice, and the values to choose from.
+    # The values of a key that ask for an automatic choice, and the values to choose from.
     automatic: dict[Any, Sequence[Any]] = {0: numbers, "auto": ("none", "full")}
     given = chosen(config, stage)
     values = itertools.product(*(automatic.get(value, [value]) for value in given.values()))
@@ -206,7 +207,7 @@ def candidates(
         axes = mesh.shape["data"], mesh.shape["fsdp"]
         return sizes.fsdp_traffic(config, stage, vocab_size, number, *axes)
 
-    # Bytes that are exchanged once in a step, and those of each microbatch.
+    # Bytes that each device receives once in a step, and those for each microbatch.
     once, each = (traffic(0), traffic(1) - traffic(0)) if rates is not None else (0.0, 0.0)
 
     def cost(one: Config) -> tuple[float, bool, int]:
@@ -228,7 +229,7 @@ class Fitted(NamedTuple):
 
     Attributes:
       config: the first candidate that fits; if none does, the one that needs least.
-      need: of this candidate.
+      need: the memory that this candidate needs.
       fits: whether it fits.
     """
 
@@ -243,20 +244,21 @@ def fit_to_memory(
     """The first candidate whose step fits.
 
     Args:
-      every: of `candidates`.
+      every: the configs to try, in the order of `candidates`.
       stage: "autoencoder" or "lm".
       available: bytes of one device that the step may take.
-      measure: compiles a candidate's step, and says what it needs.
+      measure: compiles a candidate's step, and returns the memory that it needs.
     """
     least: Fitted | None = None
-    # Of each way to recompute: the number of microbatches, and what the step needed.
+    # By value of `lm.model.remat`, the latest measured candidate: its number of microbatches, and the memory it needed.
     known: dict[str, tuple[int, Need]] = {}
     for one in every:
         number = getattr(one, stage).training.accumulation_steps
         way = one.lm.model.remat
         if way in known:
             fewer, need = known[way]
-            # A microbatch of half the rows needs at least half as much, so that many candidates need not be compiled.
+            # Besides the arguments, a microbatch of half the rows needs at least half as much memory. A candidate that cannot
+            # fit by this estimate is not compiled.
             if number > fewer and need.arguments + need.rest * fewer / number > available:
                 continue
         need = measure(one)
@@ -272,11 +274,11 @@ def fit_to_memory(
 
 
 class FittedStep(NamedTuple):
-    """A step that fits into the memory of the devices that are here.
+    """A step that fits into the memory of the devices that this run has.
 
     Attributes:
       config: the recipe, with its automatic keys chosen.
-      need: what the step needs.
+      need: the memory that the step needs.
       compiled: the step.
     """
 
@@ -293,20 +295,20 @@ def fit_here(
     key: Array,
     mesh: Mesh,
 ) -> FittedStep:
-    """Chooses the automatic keys of a stage for the devices that are here, and prints the choice.
+    """Chooses the automatic keys of a stage for the devices that this run has, and prints the choice.
 
     Args:
       config: the recipe.
       stage: "autoencoder" or "lm".
       words: the tokenizer or its vocabulary.
       frozen: arrays or shapes of the parameters that the stage reads and does not train.
-      key: of the stage's training.
-      mesh: the devices; must be set.
+      key: the random key of the stage's training.
+      mesh: the devices; must be the current mesh (`jax.set_mesh`).
 
     Raises:
       AgreedError: if no candidate fits.
     """
-    # Of the candidate that was measured last.
+    # Holds the compiled program of the candidate that was measured last.
     programs: list[jax.stages.Compiled | None] = []
     began = time.monotonic()
 

@@ -1,6 +1,7 @@
-"""Plans generation on hardware that this machine lacks: prefill and decode are compiled for it, and bounded on paper.
+"""Plans generation on hardware that this machine lacks: compiles prefill and decode for it, and bounds their time.
 
-A chunk of K tokens takes at least as long as reading every weight and the whole cache once, and as computing its FLOPs.
+The bound is arithmetic: a chunk of K tokens takes at least as long as reading every weight and the whole cache once, and
+as computing its FLOPs.
 """
 
 import dataclasses
@@ -28,13 +29,13 @@ from calm_jax.sampling.exact import pool_sizes
 
 # The batches, before they are rounded up to what a mesh can split, and the temperatures that are planned.
 _BATCHES, TEMPERATURES = (1, 8, 64), (1.0, 0.5)
-# Prompts that are read together have at most this many chunks.
+# Prompts that are prefilled in one call have at most this many chunks in all.
 _CHUNKS_READ_TOGETHER = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """What one chunk of every row of a batch takes on given hardware.
+    """Time and memory of generating one chunk of K tokens in every row of a batch, on given hardware.
 
     Attributes:
       batch: rows, a multiple of the parts into which the mesh splits rows.
@@ -42,8 +43,9 @@ class DecodePlan:
       draws: latents that are drawn and decoded for each chunk. At T < 1 these are the fewest that the sampler makes; the
         autoregressive baseline makes one.
       tokens: new tokens of all rows.
-      limits: seconds at least, by what limits the chunk, at the peak rates: FLOPs on paper, weights and cache read once, and
-        the compiled program's collectives (NaN if it does not fit), each loop over draws counted once.
+      limits: lower bounds in seconds at the peak rates, by resource: for the FLOPs of `calm_jax.cost.flops`, for one reading
+        of weights and cache, and for the compiled program's collectives (NaN if it does not fit), where the body of a loop
+        over draws counts once.
       one_pass: bytes of weights and cache that each device reads.
       moved: bytes that the compiled program moves, for one of the 16 chunks that a call generates. NaN if it does not fit,
         and at T < 1, where the number of iterations of its loops depends on the draws.
@@ -79,15 +81,15 @@ class DecodePlan:
 
 
 class _Compiled(NamedTuple):
-    """A compiled program (None if it does not fit), the shapes of its results, and the bytes of one device it needs."""
+    """A compiled program (None if it does not fit), the shapes of its results, and the bytes that it needs on one device."""
 
     program: jax.stages.Compiled | None
     results: Any
     needed: float
 
 
-# On GPUs, products of a few rows with a slice of stacked kernels need the compiler that calls no library, which is XLA's
-# default: a library gets a copy of the slice.
+# On GPUs, decoding keeps XLA's default, which compiles matrix products itself (Triton) instead of calling a library. For
+# products of a few rows with a slice of the stacked kernels, a library would need a copy of the slice.
 _DECODE_OPTIONS = COMPILER_OPTIONS | {"cuda": {"xla_gpu_autotune_level": 0}}
 
 
@@ -244,14 +246,14 @@ def _fewest_draws(config: Config, sampler: SamplerConfig) -> int:
 
 
 def _weight_bytes(config: Config, vocab_size: int) -> float:
-    """Bytes of the weights that a chunk needs. Of the language model's token embeddings only a few rows are read."""
+    """Bytes of the weights that are read for a chunk, without the language model's token embeddings: few rows are read."""
     unread = ("token embeddings", "token predictor")
     model = sizes.language_model(config, vocab_size)
     count = sum(size for name, size in model.items() if name not in unread)
     weights = float(count * jnp.dtype(config.compute_dtype).itemsize)
     if config.has_autoencoder:
         parts = sizes.autoencoder(config, vocab_size)
-        # In float32. The embeddings are the weights of the logits too.
+        # The autoencoder is in float32. Its token embeddings are also the weights of its logits.
         weights += 4.0 * (parts["token embeddings"] + parts["decoder"])
     return weights
 

@@ -1,4 +1,4 @@
-"""The bytes that a compiled program's devices exchange, read from its HLO text.
+"""Computes the bytes that a compiled program's devices exchange, from its HLO text.
 
 XLA's own cost analysis counts a loop's body once; this module multiplies by the number of iterations.
 """
@@ -94,7 +94,7 @@ def _size(kind: str, dims: str) -> float:
 
 
 def tuple_parts(shape: str) -> list[str]:
-    """The shapes in the outermost tuple of a shape, with their layouts; for an array's shape, that one."""
+    """The shapes in the outermost tuple of a shape, with their layouts; for an array's shape, a list of that shape alone."""
     shape = re.sub(r"/\*.*?\*/", "", shape).strip()
     if not shape.startswith("("):
         return [shape]
@@ -263,8 +263,9 @@ class Program:
                 kind = instruction.opcode.removesuffix("-start")
                 if kind not in KINDS or not count:
                     continue
-                # An asynchronous collective of a TPU may stand in each of a chain of fusions, with one channel. The first
-                # and the last fusion run as often as the collective does; those between them may be in a loop.
+                # On a TPU, one asynchronous collective may appear in each of a chain of fusions, with the same channel id. The
+                # first and the last fusion run as often as the collective does; those between them may be in a loop. So the
+                # smallest number of runs is that of the collective.
                 channel = re.search(r"channel_id=(\d+)", instruction.rest)
                 key = channel[1] if channel else f"{name}/{instruction.name}"
                 if key in found:

@@ -1,4 +1,4 @@
-"""The bytes that a compiled program's device reads from and writes to its main memory, read from its HLO text.
+"""Computes the bytes that a device reads from and writes to its main memory in a compiled program, from its HLO text.
 
 XLA's own cost analysis counts a loop's body once and is missing for some compilers. Here every operation that is not part
 of a fusion reads its operands from main memory and writes its results there; inside of a fusion nothing is moved.
@@ -20,13 +20,13 @@ from calm_jax.planning.hlo import (
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"),
     *("partition-id", "replica-id", "async-update", "async-done"),
-    # The computations that these run are counted.
+    # For these, the operations of the computations that they run are counted instead.
     *("while", "conditional", "call", "async-start"),
 }
 _SLICES = ("dynamic-slice", "slice", "gather")
 # In a fusion, these give an array of the same elements without storing it.
 _VIEWS = ("bitcast", "reshape", "transpose", "copy", "convert")
-# Memories besides the main one, such as a TPU's vector memory, are marked in a layout.
+# The mark, in a layout, of an array that is not in main memory, but for example in a TPU's vector memory.
 _OTHER_MEMORY = re.compile(r"S\([1-9]\d*\)")
 
 
@@ -35,9 +35,9 @@ class Operation:
     """One operation of a program outside of fusions.
 
     Attributes:
-      name: of its result in the HLO text.
-      opcode: HLO's.
-      read, written: bytes of main memory in one run.
+      name: the name of its result in the HLO text.
+      opcode: HLO's opcode.
+      read, written: bytes that one run reads from and writes to main memory.
       times: how often the program runs it.
       scope: HLO's op_name, which has the `jax.named_scope`s.
     """
@@ -63,7 +63,7 @@ def operations(program: Program, unknown_trips: int = 1) -> list[Operation]:
       copy before the update, which counts.
     - Layouts on a TPU may pad arrays; the padding is not counted.
     - A loop whose number of iterations is unknown, such as that over the chunks of a generation, counts `unknown_trips`
-      times. Of a conditional, all branches count.
+      times. All branches of a conditional count.
     """
     times, _ = program.runs(unknown_trips)
     found = []
@@ -146,7 +146,7 @@ def _moved(
     if one.opcode == "custom-call":
         if "AllocateBuffer" in one.rest:
             return 0.0, 0.0
-        # The last of several results, if it is bytes, is scratch memory.
+        # If there are several results and the last one is an array of bytes, that one is scratch memory.
         if len(results) > 1 and re.match(r"[su]8\[", results[-1]):
             results = results[:-1]
     read = sum(_stored(other.shape) for other in given)
@@ -156,10 +156,10 @@ def _moved(
 def _updated(one: Instruction, body: Mapping[str, Instruction], shape: str) -> tuple[float, float]:
     """The bytes that an update in place reads and writes besides its operands; `shape` is that of the updated array."""
     names = operands(one)
-    # Of several arrays that one scatter updates, the updates are the last ones.
+    # The operands of a scatter of n arrays are the n arrays, the indices and the n updates.
     updates = names[1:2] if one.opcode == "dynamic-update-slice" else names[len(names) // 2 + 1 :]
     size = sum(array_bytes(body[name].shape) for name in updates) if _stored(shape) else 0.0
-    # A scatter adds to what is there.
+    # A scatter may add to the elements that it updates, so it reads them too.
     return (size if one.opcode == "scatter" else 0.0), size
 
 
@@ -191,7 +191,7 @@ def _share_read(program: Program, name: str, index: int) -> float:
                     total += _share_read(program, user.called[0], place)
                 elif not (user.name in in_place and not place):
                     total += 1.0
-        # What a fusion passes on, it reads.
+        # A view of the operand that is the fusion's result is read whole, even without another use.
         return min(1.0, total + (of.is_root and of.opcode != "parameter"))
 
     return share(given) if given is not None and array_bytes(given.shape) else 0.0

@@ -28,8 +28,8 @@ class Lowered:
       config: the recipe, with the mesh to plan for.
       stage: "autoencoder" or "lm".
       topology: the hardware.
-      mesh: of stand-ins for the hardware's devices.
-      vocabulary: of the recipe's tokenizer.
+      mesh: the mesh, of stand-ins for the hardware's devices.
+      vocabulary: the vocabulary of the recipe's tokenizer.
       arguments: bytes of the step's arguments on one device, by kind.
       lower: traces and lowers the step; returns a `jax.stages.Lowered`.
     """
@@ -92,7 +92,7 @@ COMPILER_OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton
 
 
 def compile_plan(lowered: Lowered) -> Plan:
-    """Compiles a step, which takes from twenty seconds to some minutes, and reads its plan from the result."""
+    """Compiles a step, which takes from twenty seconds to some minutes, and makes a plan from the compiled program."""
     config, stage, topology = lowered.config, lowered.stage, lowered.topology
     section, vocab_size = getattr(config, stage), lowered.vocabulary.vocab_size
     accelerator, num_devices = topology.accelerator, topology.num_devices
@@ -181,7 +181,7 @@ def plan_for(
     vocab_size = vocabulary(config.tokenizer).vocab_size
     every = fitting.candidates(config, stage, mesh, vocab_size, topology.accelerator)
     found = fitting.fit_to_memory(every, stage, fitting.SHARE * topology.memory, measure)
-    # Training takes this much at most where it chooses.
+    # Training chooses among the same candidates, and allows a step at most this share of the memory.
     return dataclasses.replace(plans[found.config], available=fitting.SHARE * topology.memory)
 
 
@@ -192,7 +192,7 @@ class Try:
     Attributes:
       topology: the hardware.
       plan: None if the step was not compiled.
-      why_not: the reason why this size does not do; empty if it does.
+      why_not: why the step cannot run on this size; empty if it can.
     """
 
     topology: Topology

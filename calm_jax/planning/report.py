@@ -1,4 +1,4 @@
-"""What `python -m calm_jax.plan` prints and writes of plans."""
+"""The output of `python -m calm_jax.plan`: plans as printed tables and as JSON."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from calm_jax.planning.topology import Topology
 
 
 def _size(number: float) -> str:
-    """A number of bytes in a unit of its size."""
+    """A number of bytes in the largest unit of which it has at least one."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(number) >= size:
             return f"{number / size:,.2f} {unit}"
@@ -28,7 +28,7 @@ def _size(number: float) -> str:
 
 
 def compile_aloud(lowered: Lowered) -> Plan:
-    """Compiles, which takes minutes, and shows on stderr that it is going on."""
+    """Compiles a step, which takes minutes, and shows on stderr that it is still compiling."""
     text = f"compiling {lowered.stage} for {lowered.topology} ..."
     began, shown = time.monotonic(), rich.console.Console(stderr=True)
     if shown.is_terminal:
@@ -100,7 +100,7 @@ def show(plan: Plan, efficiency: float, price: float) -> None:
     Args:
       plan: the plan.
       efficiency: share of the hardware's peak rates that training reaches.
-      price: of one device for an hour; no cost is shown if it is 0.
+      price: the price of one device for an hour; no cost is shown if it is 0.
     """
     table = rich.table.Table(show_header=False, box=None)
     for name, value in _rows(plan, efficiency, price):

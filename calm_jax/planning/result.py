@@ -17,7 +17,7 @@ class Traffic:
 def limits(
     accelerator: Accelerator, computed: float, moved: float, received: float
 ) -> dict[str, float]:
-    """Seconds that a program takes at least, by what limits it, at the peak rates.
+    """Lower bounds on a program's time in seconds, one for each resource that may limit it, at the device's peak rates.
 
     Args:
       accelerator: one device's rates.
@@ -34,7 +34,7 @@ def limits(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one training step takes on given hardware.
+    """Time, memory and traffic of one training step on given hardware.
 
     Attributes:
       topology: the hardware, such as "v5e:4x4".
@@ -45,9 +45,9 @@ class Plan:
       state_bytes: bytes over all devices, by kind (`calm_jax.cost.sizes.state_bytes`).
       chosen: the keys that decide what a step keeps in memory, with their values.
       tokens: tokens in a step's batch.
-      flops: of the step over all devices, on paper (`calm_jax.cost.flops.training`).
-      recomputed: FLOPs besides that the backward pass spends on recomputing activations.
-      xla_flops: of one device by XLA's cost analysis, which counts a loop's body once; NaN if unknown.
+      flops: FLOPs of the step over all devices, counted from the recipe's sizes (`calm_jax.cost.flops.training`).
+      recomputed: additional FLOPs that the backward pass spends on recomputing activations.
+      xla_flops: FLOPs of one device by XLA's cost analysis, which counts a loop's body once; NaN if unknown.
       memory: bytes of one device by kind.
       needed: the sum of `memory`; also known for a step that does not fit.
       available: bytes of one device that a program may use.
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def limits(self) -> dict[str, float]:
-        """Seconds that a step takes at least, by what limits it, at the peak rates."""
+        """Lower bounds on a step's time in seconds, one for each resource, at the peak rates (see the function `limits`)."""
         computed = (self.flops + self.recomputed) / self.num_devices
         return limits(self.accelerator, computed, self.memory_traffic, self.traffic)
 
@@ -104,7 +104,7 @@ class Plan:
         return max(self.limits, key=lambda name: self.limits[name])
 
     def seconds(self, efficiency: float) -> float:
-        """Duration of a step at `efficiency` times the peak rates: that of its `limit`, if the three overlap."""
+        """Duration of a step in seconds at `efficiency` times the peak rates, if compute, memory and network overlap fully."""
         return self.limits[self.limit] / efficiency
 
     def hours(self, efficiency: float) -> float:

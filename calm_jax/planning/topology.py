@@ -1,4 +1,4 @@
-"""Hardware that this machine can compile for without having it: slices of TPUs, hosts of NVIDIA GPUs."""
+"""The hardware that this machine can compile for without having it: TPU slices, and hosts of NVIDIA GPUs."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ _LIBTPU = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
 }
-# Replacements for JAX's questions about cuDNN and the GPU: the answers of a Hopper GPU with cuDNN 9.10.
+# Replacements for the functions by which JAX checks cuDNN and the GPU; they answer as for a Hopper GPU with cuDNN 9.10.
 _CUDNN_ANSWERS = {
     "check_cudnn_version": lambda: 91000,
     "check_compute_capability": lambda capability: float(capability) <= 9.0,
@@ -47,7 +47,7 @@ class Family:
     """One kind of hardware.
 
     Attributes:
-      kind: as JAX's `Device.device_kind` begins.
+      kind: the beginning of JAX's `Device.device_kind`.
       platform: JAX's name, "tpu" or "cuda".
       sizes: the sizes that the vendor offers, ascending.
     """
@@ -117,7 +117,7 @@ class Topology:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Inside, JAX can lower cuDNN's attention: it would otherwise look for cuDNN and a GPU on this machine."""
+        """Lets JAX lower cuDNN's attention in the `with` block, where it would otherwise need cuDNN and a GPU here."""
         if self.platform != "cuda":
             yield
             return
@@ -138,7 +138,7 @@ class Topology:
 
 
 def parse(text: str) -> Topology:
-    """The topology of a name such as "v5e:4x4". Raises `UserError`, which lists the valid ones."""
+    """The topology that a name such as "v5e:4x4" stands for. Raises a `UserError` that lists the valid names."""
     name, _, size = text.partition(":")
     if name not in FAMILIES:
         raise UserError(f"--topology={text!r} is none of these: {_listed()}")

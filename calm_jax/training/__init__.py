@@ -1,5 +1,6 @@
 """Training: one loop for every task.
 
 Begin with loop.py; step.py is one update, optimizer.py AdamW and its schedules, checkpoint.py saves and restores, log.py
-writes metrics, norms.py computes some of them. May import evaluation, tasks and everything below them, but no model: a `Task` has the model and its loss.
+writes metrics, norms.py computes some of them. May import evaluation, tasks and everything below them, but no model: a
+`Task` has the model and its loss.
 """

@@ -28,7 +28,7 @@ from calm_jax.training.clock import ends_if_set_back
 _PARAMS, _TRAINING, _ABOUT = "params", "training", "about"
 # The key of the item `about` with the checksums of all arrays; checkpoints of earlier commits do not have it.
 _CHECKSUMS = "checksums"
-# Words in the errors that say nothing about the checkpoint itself.
+# Words by which to recognise errors that are not due to a damaged checkpoint.
 _NOT_DAMAGE = (
     "RESOURCE_EXHAUSTED",
     "Out of memory",
@@ -36,11 +36,11 @@ _NOT_DAMAGE = (
     "Permission denied",
     "Too many open files",
 )
-# Words in the errors about arrays that have other shapes than the config says, or are not there.
+# Words by which to recognise errors about arrays that are missing, or have other shapes than the config says.
 _OTHER_ARRAYS = ("not compatible with the stored shape", "tree structures do not match")
-# Largest file of a checkpoint that holds no arrays; arrays are below folders `d`.
+# Bytes of the largest metadata file that a checkpoint may have. Files of arrays, in folders named `d`, may be larger.
 _MOST_DESCRIPTION_BYTES = 2**30
-# Sizes of `save_params`, which bound its memory.
+# Bytes of the chunks and files that `save_params` writes; they bound the memory that it needs.
 _CHUNK_BYTES, _FILE_BYTES = 2**25, 2**27
 
 
@@ -66,8 +66,8 @@ def _abstract(tree: Any, mesh: Mesh) -> Any:
 class _Manager(ocp.CheckpointManager):
     """A manager that does not poll the distributed runtime for signals.
 
-    Orbax would poll it with its own step numbers; the runtime answers all polls by one count, which is the training loop's
-    (`calm_jax.parallel.signals`).
+    Orbax would poll it with step numbers. The runtime has a single counter for all polls, and the training loop uses it
+    already, with other numbers (`calm_jax.parallel.signals`).
     """
 
     def reached_preemption(self, step: int) -> bool:
@@ -77,8 +77,8 @@ class _Manager(ocp.CheckpointManager):
 class Checkpointer:
     """The checkpoints of one stage, each a folder named by its step.
 
-    `save` returns once the arrays are copied off the devices. A checkpoint's folder gets its name when it is complete, so
-    that a killed run leaves no partial checkpoint, and when its files are synced to the disk, so that a power cut does not either.
+    `save` returns once the arrays are copied off the devices. A checkpoint's folder gets its name only when it is complete
+    and its files are synced to the disk, so that neither a killed run nor a power cut leaves a partial checkpoint.
 
     Attributes:
       folder: the folder of the checkpoints.
@@ -97,9 +97,9 @@ class Checkpointer:
         self._manager = _Manager(folder.resolve(), options=options)
 
     def _sync(self) -> None:
-        """Syncs the descriptions of a complete checkpoint to the disk, before it gets its name.
+        """Syncs the metadata files of a complete checkpoint to the disk, before its folder gets its name.
 
-        TensorStore has synced the arrays, which are below folders `d`.
+        TensorStore has synced the files of arrays, which are in folders named `d`.
         """
         if not multihost.is_primary():
             return
@@ -122,14 +122,14 @@ class Checkpointer:
           about: JSON-like facts about the checkpoint, which `about()` returns.
 
         Raises:
-          UserError: if this checkpoint, or the one before, cannot be written.
+          UserError: if this checkpoint or the previous one cannot be written.
         """
         items = {
             _PARAMS: ocp.args.StandardSave(params),
             _TRAINING: ocp.args.StandardSave(training),
             _ABOUT: ocp.args.JsonSave(_signed(about, {_PARAMS: params, _TRAINING: training})),
         }
-        # A save waits for the one before.
+        # Orbax first waits for the previous save, and raises its error if it failed.
         with _write_errors(self.folder), ends_if_set_back(str(self.folder)):
             self._manager.save(step, args=ocp.args.Composite(**items))
 
@@ -177,7 +177,7 @@ class Checkpointer:
 
 @contextlib.contextmanager
 def _write_errors(folder: pathlib.Path) -> Iterator[None]:
-    """Makes a `UserError` of an error while a checkpoint is written."""
+    """Turns an error while a checkpoint is written into a `UserError`."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -196,7 +196,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _damage(folder: pathlib.Path, step: int | None, reason: str) -> str:
-    """The message about a damaged checkpoint, with the one before."""
+    """The message about a damaged checkpoint; it says how to go on from the checkpoint before it."""
     path, before = (
         folder / str(step),
         max((one for one in _steps(folder) if one != step), default=None),
@@ -210,9 +210,9 @@ def _damage(folder: pathlib.Path, step: int | None, reason: str) -> str:
 
 
 def check_files(folder: pathlib.Path, step: int | None) -> None:
-    """Raises `UserError` for a checkpoint of which not everything is a regular file of bounded size, or a folder."""
+    """Raises `UserError` if a checkpoint has anything but folders and regular files, or a metadata file that is too large."""
     for path in (folder / str(step)).rglob("*"):
-        # Reading a pipe might never end, and TensorStore ends the process if a description does not fit into memory.
+        # Reading a pipe might never end, and TensorStore ends the process if a metadata file does not fit into memory.
         is_array = path.parent.name == "d"
         if not path.is_dir() and not path.is_file():
             raise UserError(_damage(folder, step, f"{path} is no file"))
@@ -228,7 +228,7 @@ def _is_late_read(error: BaseException | None) -> bool:
 
 
 class _NoLateReads(logging.Filter):
-    """Drops what asyncio logs of them when it deletes them."""
+    """Drops asyncio's log records about errors of late reads (see `_hide_late_reads`) that nobody retrieved."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         is_unasked = "exception was never retrieved" in record.getMessage()
@@ -239,8 +239,8 @@ class _NoLateReads(logging.Filter):
 def _hide_late_reads() -> None:
     """From now on, keeps this process from printing the errors of reads that end after another read has failed.
 
-    Orbax reads all arrays at once and closes its event loop at the first error, which is raised. The other reads end at any later time:
-    TensorStore's threads find the loop closed, and nobody asks for the errors of those that fail, too.
+    Orbax reads all arrays concurrently. At the first error it closes its event loop and raises the error. The other reads
+    end later: TensorStore's threads then find the loop closed, and if such a read fails too, nobody retrieves its error.
     """
     shown = sys.unraisablehook
 
@@ -255,7 +255,7 @@ def _hide_late_reads() -> None:
 
 @contextlib.contextmanager
 def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
-    """Makes a `UserError` of every error while a checkpoint is read; Orbax has many kinds of them for damaged files."""
+    """Turns every error while a checkpoint is read into a `UserError`: for damaged files Orbax raises many types."""
     _hide_late_reads()
     try:
         check_files(folder, step)
@@ -273,7 +273,7 @@ def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
                 f"the checkpoint {folder / str(step)} cannot be read ({_first_line(error)})"
             ) from error
         if any(words in str(error) for words in _OTHER_ARRAYS):
-            # What follows is advice on Orbax's own options.
+            # The rest of Orbax's message is advice on its own options.
             reason = _first_line(error).split(". ")[0]
             raise UserError(
                 f"config.json and the checkpoint {folder / str(step)} do not fit ({reason}): config.json has changed since "
@@ -287,7 +287,10 @@ def _signed(about: dict, items: dict[str, Any]) -> dict:
 
 
 def _stored_checksums(about: Any) -> dict[str, dict[str, Any]]:
-    """The checksums of a checkpoint, by item and array; none for those of earlier commits. Raises `ValueError` for another form."""
+    """The checksums in a checkpoint's `about`, by item and array. Raises `ValueError` if they are malformed.
+
+    Empty for checkpoints of earlier commits, which have no checksums.
+    """
     if not isinstance(about, dict):
         raise ValueError(f"{_ABOUT} is no JSON object")
     stored = about.get(_CHECKSUMS, {})
@@ -306,7 +309,7 @@ def _check(
 
     Raises `AgreedError` for an array that is not what was saved.
     """
-    # In the same order on all processes, which compute each checksum together; that of a set differs between them.
+    # Sorted, because all processes compute each checksum together, and the order of a set differs between processes.
     for item in sorted(stored.keys() & restored.keys()):
         for name, value in checksums(restored[item]).items():
             if stored[item].get(name) != value:
@@ -315,7 +318,7 @@ def _check(
 
 
 def _steps(folder: pathlib.Path) -> list[int]:
-    # One that cannot be read must not look like one without checkpoints.
+    # A folder that cannot be read must not look like a folder without checkpoints.
     with os_errors(folder, "read"), contextlib.suppress(FileNotFoundError):
         return [int(name) for name in os.listdir(folder) if name.isdecimal() and name.isascii()]
     return []
@@ -378,8 +381,9 @@ def load_params(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:
     path = folder.resolve() / str(step)
     with _errors_named(folder, step):
         stored: dict[str, dict[str, Any]] = {}
-        # Before the parameters, so that a training that deletes the checkpoint meanwhile does not take their checksums
-        # alone. Copies of parameters that earlier commits made for `init_from` do not have it.
+        # `about` is read before the parameters. A running training may delete the checkpoint meanwhile; if `about` were
+        # read last and were gone by then, the parameters would go unchecked. Copies of parameters that earlier commits made
+        # for `init_from` have no `about`.
         if (path / _ABOUT).exists():
             with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
                 stored = _stored_checksums(reader.restore(path / _ABOUT))

@@ -1,8 +1,8 @@
 """Checksums of arrays that may be spread over devices and processes.
 
 A checksum depends on an array's values, shape and dtype alone: it is the same for every sharding and number of processes,
-because it is a sum of integers over the elements. Each element contributes a hash of its bits and its place. A change of one
-element always changes the checksum, and any other change does so but for one case in about 2**64.
+because it is a sum of integers over the elements. Each element contributes a hash of its bits and its position. A change of
+one element always changes the checksum; a change of several goes unnoticed in about one case in 2**64.
 """
 
 import concurrent.futures
@@ -25,14 +25,14 @@ _ONE_COPY = threading.Lock()
 def _hash_sums(x: np.ndarray, first: list[int], shape: tuple[int, ...]) -> tuple[int, int]:
     """The sums, modulo 2**32, of two hashes of every element of a shard.
 
-    Both hashes change with any bit of the element: each step from the bits to them can be undone.
+    Both hashes change with any bit of the element, because every operation of the hash is invertible.
 
     Args:
       x: the shard, of a type of at most 32 bits.
-      first: the place of its first element on each axis of the whole array.
-      shape: of the whole array.
+      first: the index of its first element along each axis of the whole array.
+      shape: the shape of the whole array.
     """
-    # Places wrap around in an array of more than 2**32 elements. They only have to differ between most elements.
+    # Positions are modulo 2**32, so they repeat in an array of more elements. They only have to differ for most elements.
     rows_R, columns_C = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
     for axis, (start, size) in enumerate(zip(first, x.shape, strict=True)):
         stride = math.prod(shape[axis + 1 :])
@@ -67,8 +67,8 @@ def _hash_sums(x: np.ndarray, first: list[int], shape: tuple[int, ...]) -> tuple
 def _on_host(shard: Any) -> np.ndarray:
     if shard.device.platform == "cpu":
         return np.asarray(shard.data)
-    # JAX keeps an array's copy in the host's memory as long as the array itself. That of a copied array is freed here. One at a
-    # time, as the device may have room for no more.
+    # JAX keeps the host copy of an array as long as the array itself. So the shard is first copied on its device, and only this
+    # copy is read, to be freed together with its host copy. One shard at a time, as the device may have no room for more.
     with _ONE_COPY:
         return np.asarray(jax.device_put(shard.data, shard.device, may_alias=False))
 
@@ -86,7 +86,7 @@ def checksums(tree: Any) -> dict[str, str]:
         (name, array, shard)
         for name, array in arrays.items()
         for shard in array.addressable_shards
-        # Of equal shards on several devices one counts.
+        # Of the replicas of a shard on several devices only one is hashed.
         if shard.replica_id == 0
     ]
 

@@ -1,7 +1,7 @@
-"""What a clock that is set back does to checkpoints, and the end of a run that would wait for it.
+"""Ends a run whose checkpoint would hang because the machine's clock was set back.
 
-TensorStore writes checkpoints with threads that it starts when it needs them. The next one starts some milliseconds after the
-one before by the machine's clock, which need not be steady: if the clock was set back by a day in between, none starts for a day.
+TensorStore writes checkpoints with threads that it starts on demand, each some milliseconds after the previous one. It
+measures this time by the wall clock, which is not monotonic: if the clock is set back by a day, no thread starts for a day.
 """
 
 import contextlib
@@ -13,24 +13,25 @@ from collections.abc import Iterator
 
 from calm_jax.cli.signals import EXIT_INTERRUPTED
 
-# Seconds that a save may take before the clock is looked at, and by which the clock must have been set back.
+# Seconds between checks of the clock during a save; also the smallest set-back, in seconds, that ends the process.
 _PATIENCE = 60.0
 
 
 def _ahead() -> float:
-    """Seconds by which the machine's clock is ahead of the steady one, whose zero is anywhere."""
+    """The wall clock minus the monotonic clock, in seconds. Only its changes have a meaning."""
     return time.time() - time.monotonic()
 
 
-# When this process started.
+# The difference of the clocks when this process started.
 _AHEAD = _ahead()
 
 
 @contextlib.contextmanager
 def ends_if_set_back(name: str) -> Iterator[None]:
-    """Ends the process, with one line and status 75, if its body still runs after a minute and the clock was set back.
+    """Ends the process, with one line and status 75, if the `with` block runs for a minute and the clock was set back.
 
-    Nothing else ends a save that waits: it runs in TensorStore's threads, for which the interpreter's exit would wait, too.
+    Only a clock that was set back by more than a minute since the process started counts. An ordinary exit would hang as the
+    save does: the interpreter waits for TensorStore's threads, too.
 
     Args:
       name: what is saved, for the line.

@@ -22,8 +22,8 @@ from calm_jax.parallel import multihost
 class MetricsLog:
     """`metrics.jsonl`, one record a line, and the same values as TensorBoard events.
 
-    Every process keeps the same records in memory; process 0 writes them. Of two runs of one config, only `seconds`,
-    `tokens_per_second`, `mfu` and `peak_memory_bytes` differ.
+    Every process keeps the same records in memory; process 0 writes them. Two runs of one config differ only in `seconds`,
+    `tokens_per_second`, `mfu` and `peak_memory_bytes`.
 
     Attributes:
       records: objects {"stage", "split", "step", and named values}; a value that is not finite is None.
@@ -95,9 +95,10 @@ class MetricsLog:
 
 
 def read_records(path: pathlib.Path) -> list[dict]:
-    """The records of a metrics.jsonl; none if there is no such file.
+    """The records of a metrics.jsonl; an empty list if there is no such file.
 
-    Lines that are no records are left out, with a warning, but for the beginning of a line that a killed run may leave at the end.
+    Lines that are not records are left out with a warning. A killed run may leave an unfinished last line, which is left
+    out without a warning.
 
     Raises:
       UserError: if the file cannot be read.
@@ -122,7 +123,7 @@ def read_records(path: pathlib.Path) -> list[dict]:
 
 
 def _parse(line: str) -> dict | None:
-    """The record of a line; None for another line."""
+    """The record in a line; None if the line is not a record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

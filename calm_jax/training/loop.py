@@ -89,7 +89,7 @@ def training_key(seed: int, stage: str) -> jax.Array:
 
 
 def _all_but_params(state: TrainState) -> dict[str, Any]:
-    """The item of a checkpoint beside the parameters."""
+    """The training state without the parameters, which are a separate item of a checkpoint."""
     rest = state._asdict()
     del rest["params"]
     return rest
@@ -121,7 +121,7 @@ class Trainer:
           seed: the recipe's seed, of which all random streams are made.
           pad_id: the pad token, which `tokens_per_step` does not count.
           part_blocks: how many blocks of the validation split are evaluated during training.
-          mesh: the mesh that is set.
+          mesh: the current mesh (`jax.set_mesh`).
           checkpointer: the stage's checkpoints.
           log: gets the metrics.
           about: facts saved in each checkpoint.
@@ -163,7 +163,7 @@ class Trainer:
         self._to_host = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=replicated)
 
     def _restored(self, shapes: TrainState) -> TrainState:
-        """The state of the latest checkpoint. `shapes`: of the state."""
+        """Restores the state of the latest checkpoint. `shapes` has the shapes of its arrays."""
         params, rest = self._checkpointer.restore(
             shapes.params, _all_but_params(shapes), self._mesh
         )

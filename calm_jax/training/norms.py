@@ -13,7 +13,7 @@ from calm_jax.training.optimizer import OptimizerConfig, decayed, make_schedule
 
 
 def _layers(path: tuple[Any, ...], leaf: Array) -> list[str]:
-    """The layers that a parameter belongs to: its module, or for stacked layers as many as the first axis has."""
+    """The layers that a parameter belongs to: its top-level module, or for stacked layers one for each index of axis 0."""
     names = [entry.key for entry in path]
     for depth, name in enumerate(names[:-1], 1):
         if name.endswith(("layers", "blocks")):
@@ -32,10 +32,10 @@ def _norms(tree: Params) -> dict[str, Array]:
 
 
 def last_update(config: OptimizerConfig, num_steps: int, params: Params, opt_state: Any) -> Params:
-    """The last update that `calm_jax.training.optimizer.make_optimizer` made, from the moments that it left behind.
+    """The last update of `calm_jax.training.optimizer.make_optimizer`, computed again from the moments in its state.
 
-    So the step does not have to keep it. Weight decay is taken of the parameters after the update instead of before it:
-    an error of a share `learning_rate * weight_decay`.
+    Thus the training step does not have to keep the update. Weight decay is computed from the parameters after the update
+    instead of before it, an error of `learning_rate * weight_decay` times the update.
     """
     adam = optax.tree.get(opt_state, "ScaleByAdamState")
     count = jnp.maximum(adam.count, 1)

@@ -43,7 +43,7 @@ class TrainingConfig:
 
     @property
     def fewest_rows(self) -> int:
-        """The rows that are computed together: of a microbatch, or of the batch if `accumulation_steps` is chosen later."""
+        """The rows of a microbatch; those of the whole batch while `accumulation_steps` is 0, to be chosen automatically."""
         return self.batch_size // max(1, self.accumulation_steps)
 
 
@@ -81,12 +81,12 @@ def make_step(
 
     Every random number is keyed by (`key`, step, row of the batch). The gradient is that of the summed loss, added over
     microbatches and divided once by the total weight, so that the split into microbatches and devices changes nothing but
-    rounding. An update whose loss, gradient or new parameters are not finite is skipped and counted. After `max_nonfinite_steps` skipped
-    updates in a row the state no longer changes; the loop then ends the run with an error.
+    rounding. An update whose loss, gradient or new parameters are not finite is skipped and counted. After
+    `max_nonfinite_steps` skipped updates in a row the state no longer changes; the loop then ends the run with an error.
 
     Args:
-      task: has the loss.
-      optimizer: of `make_optimizer`.
+      task: defines the loss.
+      optimizer: made by `make_optimizer`.
       config: `config.<stage>.training`, with the number of microbatches (`accumulation_steps` is not 0).
       key: the random key of the stage's training.
       pad_id: the pad token, which `tokens_per_step` does not count.
@@ -135,7 +135,7 @@ def make_step(
         params = optax.apply_updates(state.params, updates)
 
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"][0])
-        # A finite gradient can still lead out of the range of numbers, by a learning rate that is far too high.
+        # If the learning rate is far too high, a finite gradient can still make parameters that are not finite.
         for leaf in jax.tree.leaves(params):
             finite &= jnp.isfinite(leaf).all()
         streak = jnp.where(finite, 0, state.nonfinite_streak + 1)
@@ -188,7 +188,7 @@ class StepProgram(NamedTuple):
 
     Attributes:
       step: takes and returns what `Step` does; the memory of the state is reused for the new one.
-      arguments: of the step, (state, frozen parameters, batch).
+      arguments: the shapes of the step's arguments, (state, frozen parameters, batch).
     """
 
     step: Any
@@ -205,7 +205,7 @@ def step_program(
     pad_id: int,
     mesh: Mesh,
 ) -> StepProgram:
-    """The step of a stage on the mesh, which must be set.
+    """The step of a stage on the mesh, which must be the current one (`jax.set_mesh`).
 
     Args:
       task, optimizer, config, key, pad_id: as in `make_step`.
@@ -238,10 +238,10 @@ def fresh_state(
     batch: Mapping[str, Any],
     key: Array,
 ) -> Callable[[], TrainState]:
-    """A function that makes the initial state. It is for `jax.jit` and `jax.eval_shape`, as the state may be too large
-    for one device.
+    """Returns a function without arguments that makes the initial state.
 
-    Of `frozen` and `batch` only the shapes are used; `key` is the random key of the parameters.
+    Call it under `jax.jit` or `jax.eval_shape`, because the state may be too large for one device. Of `frozen` and `batch`
+    only the shapes are used; `key` is the random key of the parameters.
     """
 
     def init() -> TrainState:

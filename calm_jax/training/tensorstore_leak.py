@@ -1,8 +1,8 @@
 """Keeps the memory of a training flat under checkpoints, although TensorStore leaks.
 
-TensorStore (0.1.75 to 0.1.86 were seen) keeps a reference to each value of a JSON object that it converts to Python, which is
-then never freed. At each save Orbax converts TensorStore's metrics, for a line of its log, and the path of the checkpoint,
-once for each array. For the 136 arrays of a quickstart some 100 KiB are lost in each save.
+TensorStore (observed in versions 0.1.75 to 0.1.86) keeps a reference to each value of a JSON object that it converts to
+Python, so the value is never freed. At each save Orbax converts TensorStore's metrics, for a line of its log, and the path
+of the checkpoint, once for each array. For the 136 arrays of a quickstart some 100 KiB are lost in each save.
 """
 
 import copy
@@ -12,22 +12,22 @@ from typing import Any
 
 import tensorstore
 
-# Specifications to remember; an item of a checkpoint has two.
+# The number of specifications whose conversion is cached; an item of a checkpoint has two.
 _REMEMBERED = 64
 
 
 def leaks() -> bool:
     """Whether the installed TensorStore keeps references to the values that it converts."""
     path = tensorstore.KvStore.Spec({"driver": "file", "path": "/a/"}).to_json().pop("path")
-    # One is of `path`, one of the argument of `getrefcount`.
+    # Without a leak there are two references: the variable `path`, and the argument of `getrefcount`.
     return sys.getrefcount(path) > 2
 
 
 @functools.cache
 def avoid() -> None:
-    """From now on this process converts each specification of a key-value store once, and no metrics, if TensorStore leaks.
+    """If TensorStore leaks, patches it for the rest of this process, so that it converts less.
 
-    Nothing but the log of Orbax shows these metrics.
+    The JSON of each key-value store's specification is cached, and metrics are not converted; only Orbax's log shows them.
     """
     if not leaks():
         return

@@ -1,4 +1,4 @@
-"""Large text to shards of tokens, by many processes: `python -m calm_jax.data.prepare`.
+"""Prepares large text as shards of tokens, with many processes: `python -m calm_jax.data.prepare`.
 
 Begin with preparation.py, which makes a whole folder of prepared text.
   options       the command's options and input files

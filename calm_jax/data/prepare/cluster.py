@@ -38,7 +38,7 @@ _CLUSTER_TIMEOUT = 60
 _WORKERS_TIMEOUT = 3600
 # Seconds without a finished task after which the workers are counted.
 _LOOK_EVERY = 15
-# Times that all workers are asked at the start, where one dies meanwhile.
+# How often a call to all workers is tried at the start, if a worker dies during it.
 _ATTEMPTS = 5
 _GOES_ON = "what was complete is kept, the same command goes on from there"
 
@@ -148,7 +148,7 @@ class Cluster(contextlib.ExitStack):
     def __init__(self, work: pathlib.Path, workers: int, scheduler: str):
         super().__init__()
         self._work, self._workers, self._scheduler = work, workers, scheduler
-        # A name of its own for each run: other runs may share the cluster, at the same time or later.
+        # The marker's name is unique to this run: other runs may share the cluster, at the same time or later.
         self._marker = work / f"run-{uuid.uuid4().hex}"
         self.report = Reporter(self._marker)
 
@@ -209,7 +209,7 @@ class Cluster(contextlib.ExitStack):
         return client
 
     def _on_all_workers(self, call: Callable, *arguments: Any) -> Any:
-        """Calls a function of the client that asks every worker; again, if one dies meanwhile and another takes its place."""
+        """Calls a method of the client that reaches every worker. Tries again if a worker dies meanwhile and is replaced."""
         for attempt in range(_ATTEMPTS):
             try:
                 return call(*arguments)
@@ -225,7 +225,7 @@ class Cluster(contextlib.ExitStack):
     def run(
         self, function: Callable, arguments: Sequence, progress: Progress | None = None
     ) -> None:
-        """Calls a function with every argument, on the workers; the task of a worker that dies goes to another worker.
+        """Calls a function on the workers, once for each argument. If a worker dies, another one takes its task.
 
         Args:
             function: must be picklable.
@@ -233,7 +233,7 @@ class Cluster(contextlib.ExitStack):
             progress: shows the tasks' reports, and is closed at the end.
 
         Raises:
-            UserError: a task's own, or if tasks cannot read or write, or workers are lost. The first error cancels all tasks.
+            UserError: a task raised it or could not read or write, or workers are lost. The first error cancels all tasks.
         """
         if not arguments:
             return

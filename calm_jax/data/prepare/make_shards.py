@@ -1,4 +1,4 @@
-"""The second pass of a preparation: tokenises documents and writes shards; then the index over all shards."""
+"""The second pass of a preparation: tokenises documents, writes shards, and at the end the index of all shards."""
 
 import bisect
 import functools
@@ -51,14 +51,14 @@ def _is_whole(shard: pathlib.Path) -> bool:
 def make_shards(
     output: pathlib.Path, work: pathlib.Path, options: Options, report: Report, run: tuple[int, int]
 ) -> None:
-    """A worker's task: makes consecutive shards in one reading of their text. A shard appears when it is complete.
+    """A worker's task: makes consecutive shards in one reading of their text. A shard's folder appears once it is complete.
 
     Args:
         output: the folder of prepared text, which holds the tokenizer.
         work: the folder of intermediate files, which holds the layout.
         options: how documents are processed.
-        report: told of progress.
-        run: the first and the last (exclusive) number of the shards.
+        report: called with the progress, see `Report`.
+        run: the number of the first shard, and of the shard after the last.
 
     Raises:
         UserError: a shard cannot be written, or the input has changed.
@@ -128,7 +128,7 @@ def _framed(
 ) -> Iterator[np.ndarray]:
     frame, counts, reported = options.frame, [0, 0, 0], time.monotonic()
     for number, document in documents:
-        # Keyed by the document, so that the pads do not depend on how shards are distributed.
+        # The generator is seeded by the document's number, so that the pads do not depend on how shards are distributed.
         random = frame.front_fill == "random"
         front = frame.draw_front(np.random.default_rng([options.seed, number])) if random else 0
         tokens = frame.around(tokenizer.encode_array(document.text), front, tokenizer)

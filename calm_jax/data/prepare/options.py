@@ -74,7 +74,7 @@ class Options:
     def identity(self) -> dict:
         """The options that the written bytes depend on.
 
-        `on_bad_record` is none of them: "raise" succeeds only without bad records, and then "skip" writes the same bytes.
+        `on_bad_record` is left out: "raise" succeeds only without bad records, and then "skip" writes the same bytes.
         """
         return {
             name: value
@@ -142,7 +142,7 @@ class Input:
             )
 
     def groups(self) -> list[tuple[int, int]]:
-        """The files of each scanning task, as pairs of first and last (exclusive)."""
+        """The files of each scanning task, as pairs of indices into `files`: the first file, and the one after the last."""
         groups, first, size = [], 0, 0
         for number, file in enumerate(self.files):
             size += _GROUP_BYTES if "://" in file else os.path.getsize(file)

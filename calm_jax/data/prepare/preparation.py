@@ -1,4 +1,4 @@
-"""The preparation of a whole folder: what an earlier run left in it, the two passes, and the index."""
+"""Prepares a whole folder: checks what an earlier run left in it, runs the two passes, and writes the index."""
 
 import functools
 import pathlib
@@ -67,7 +67,7 @@ def _begin(output: pathlib.Path, about: dict) -> None:
 
 
 def _flat(about: dict) -> dict:
-    """The content of inputs.json under names for messages."""
+    """The content of inputs.json as a flat dict, whose keys are shown in messages."""
     files = {f"input {n}": file for n, file in enumerate(about["files"])}
     states = {
         f"the content of {file}": s for file, s in zip(about["files"], about["states"], strict=True)
@@ -76,7 +76,7 @@ def _flat(about: dict) -> dict:
 
 
 def _is_done(output: pathlib.Path) -> bool:
-    """Whether the folder is complete. Prints a note if it has been, and something is missing now."""
+    """Whether the folder is complete. Prints a note if it was complete once and something is missing now."""
     if not (output / INDEX).exists():
         return False
     try:
@@ -88,11 +88,11 @@ def _is_done(output: pathlib.Path) -> bool:
 
 
 def _runs(layout: Layout, numbers: Sequence[int], num_workers: int) -> list[tuple[int, int]]:
-    """Divides shards into tasks, each a run of shards from the first to the last (exclusive).
+    """Divides shards into tasks. Each is a pair: the number of its first shard, and of the shard after its last.
 
-    Where reading can begin at a shard, that shard is a task. Within a compressed file, which has to be decompressed from its
-    beginning, a task makes several shards in one reading, but few enough that all workers get tasks. `num_workers` is 0 while
-    the only workers, which were killed, are being replaced.
+    A shard at which reading can begin starts a new task. A compressed file has to be decompressed from its beginning, so a
+    task makes several of its shards in one reading, but few enough that all workers get tasks. `num_workers` is 0 while
+    all workers were killed and are being replaced.
     """
     longest = min(_MOST_SHARDS, -(-len(numbers) // (2 * max(1, num_workers))))
     runs: list[tuple[int, int]] = []

@@ -1,7 +1,7 @@
 """The first pass of a preparation: counts the documents of the input, finds copies, and decides where shards begin.
 
-Every step reads and writes files of one folder (`work`). Any process of any machine that shares the folder can do it, and
-a step that is done is not repeated after an interruption. Documents are numbered in the order of the input; every piece
+Every step reads and writes files of one folder (`work`). Any process on any machine that shares the folder can run a step,
+and a finished step is not repeated after an interruption. Documents are numbered in the order of the input; every piece
 of a long text counts as a document.
 """
 
@@ -24,8 +24,9 @@ from calm_jax.data.packing import PUBLISHED_GROUP
 from calm_jax.data.prepare.options import KEY, Input, Options
 from calm_jax.errors import UserError
 
-# Digests in memory at once while they are collected, and on average while copies are found.
+# Digests that are collected in memory before they are written to a file.
 _SEGMENT = 2**20
+# The average number of digests in a part, which is held in memory to find the copies in it.
 _PARTITION = 2**21
 # Marks (places where reading can begin) in the text of one shard.
 _MARKS = 16
@@ -74,8 +75,8 @@ def scan(work: pathlib.Path, inputs: Input, options: Options, report: Report, gr
         work: the folder of intermediate files.
         inputs: all input files.
         options: how they are processed.
-        report: told of progress.
-        group: the place in `inputs.groups()` of the files to read.
+        report: called with the progress, see `Report`.
+        group: the index in `inputs.groups()` of the files to read.
     """
     first, stop = inputs.groups()[group]
     digests = _Digests(work, group) if options.deduplicate else None
@@ -205,7 +206,7 @@ class Layout:
         return is_seekable(self.inputs.files[file]) or document == self.first_document[file]
 
     def _file_of(self, document: int) -> int:
-        # Of several files with the same first document all but the last are empty.
+        # If several files have the same first document, all but the last of them are empty.
         return int(np.searchsorted(self.first_document, document, side="right")) - 1
 
     def documents(self, first: int, stop: int, options: Options) -> Iterator[tuple[int, Document]]:
@@ -213,7 +214,7 @@ class Layout:
 
         Raises `UserError` if an input file has changed since it was scanned.
         """
-        # Not used: `scan` has counted these records.
+        # `read_file` counts into it. The count is not used, because `scan` has counted these records.
         left_out: collections.Counter = collections.Counter()
         file = self._file_of(first)
         while first < stop:

@@ -1,4 +1,4 @@
-"""The interface of a tokenizer, and the one that needs no model: UTF-8 bytes."""
+"""The interface of a tokenizer, and the byte tokenizer (UTF-8), which needs no model file."""
 
 import abc
 import functools

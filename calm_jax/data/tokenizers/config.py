@@ -1,4 +1,4 @@
-"""The tokenizer that a config, a flag or a folder names."""
+"""Makes the tokenizer that a config, a flag or a folder names."""
 
 import dataclasses
 import os
@@ -41,7 +41,7 @@ class TokenizerConfig:
 
 
 class Vocabulary(NamedTuple):
-    """The part of a tokenizer that determines the shape of a model."""
+    """What a model needs to know of its tokenizer: the number of ids, special tokens included, and the id of pad."""
 
     vocab_size: int
     pad_id: int
@@ -78,7 +78,7 @@ def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
 
 
 def vocabulary(config: TokenizerConfig) -> Vocabulary:
-    """The vocabulary of the configured tokenizer, also before its file is named (Llama 3) or it is trained (SentencePiece)."""
+    """The vocabulary of the configured tokenizer. It is known even without the file (Llama 3) or training (SentencePiece)."""
     if config.kind == "llama3" and not config.path:
         # 128,000 ranks, 256 special tokens and the pad token.
         return Vocabulary(128_257, 128_256)

@@ -28,7 +28,7 @@ class SentencePieceTokenizer(Tokenizer):
         super().__init__(model)
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        # A ValueError for a piece that is not valid UTF-8.
+        # SentencePiece raises ValueError for a piece that is not valid UTF-8.
         except (RuntimeError, ValueError) as error:
             raise UserError("tokenizer: the file is no SentencePiece model") from error
         self.vocab_size = self._processor.get_piece_size()
@@ -43,25 +43,26 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.encode(list(texts))
 
     def _decode_text(self, ids: list[int]) -> str:
-        # A model of a text without spaces has no piece for U+2581, and encodes it as bytes.
+        # A model trained on text without spaces has no piece for U+2581. It encodes a space as the bytes of U+2581, which
+        # the library decodes as they are.
         return self._processor.decode(ids).replace("\u2581", " ")
 
 
 # The least `tokenizer.vocab_size` of a model that is trained here: 256 bytes, 4 special tokens and some text.
 LEAST_PIECES = 300
 _FIXED_PIECES = 260
-# SentencePiece leaves out sentences with this character, by which it marks rare ones.
+# SentencePiece marks rare characters with this one, and leaves out sentences that contain it.
 _RESERVED = "\u2585"
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     """Trains a lossless BPE model with byte fallback.
 
-    The characters that make up 99.9 % of the texts have pieces of their own. Where `vocab_size` has no room for all of them,
-    as for Chinese with a small one, fewer characters have. The others are encoded as bytes.
+    The characters that make up 99.9 % of the texts have pieces of their own. If `vocab_size` has no room for all of them,
+    as for Chinese with a small vocabulary, only the most frequent have. All other characters are encoded as bytes.
 
     Raises:
-        UserError: the texts are too short for `vocab_size`. The message has a size for which they are long enough.
+        UserError: the texts are too short for `vocab_size`. The message proposes a size for which they are long enough.
     """
     texts = list(texts)
     try:
@@ -96,7 +97,7 @@ def _train(
     # SentencePiece drops sentences longer than its limit, so long documents are passed in pieces.
     piece = 4000
     pieces = (text[i : i + piece] for text in texts for i in range(0, len(text), piece))
-    # The default is not spelled out: a model contains the options that were given, and its hash is compared.
+    # A model contains the options that were given, and its hash is compared. So the default is not given explicitly.
     unfilled: dict[str, Any] = {} if must_fill else {"hard_vocab_limit": False}
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -121,12 +122,12 @@ def _train(
 
 
 def _frequent_characters(texts: Sequence[str], vocab_size: int) -> tuple[str, int]:
-    """The characters that get pieces of their own in a vocabulary too small for all, and the number of all."""
+    """For a vocabulary too small for all characters: those that get pieces of their own, and the number of all."""
     counts: collections.Counter[str] = collections.Counter()
     for text in texts:
         counts.update(text)
-    # Of 1/4 to 9/10 of the vocabulary, this share makes the fewest tokens, or at most 9 % more, of Chinese, Japanese, Russian
-    # and mixed text with 300 to 2048 pieces.
+    # Two thirds of the free pieces are for single characters. Of the shares from 1/4 to 9/10 that were tried on Chinese,
+    # Japanese, Russian and mixed text with 300 to 2048 pieces, this gives the fewest tokens, or at most 9 % more.
     room = (vocab_size - _FIXED_PIECES) * 2 // 3
     number = len(counts)
     del counts[_RESERVED]
@@ -136,8 +137,8 @@ def _frequent_characters(texts: Sequence[str], vocab_size: int) -> tuple[str, in
 def _parts(texts: Sequence[str], characters: str) -> Iterator[str]:
     """The parts of the texts that consist of some characters and spaces.
 
-    Trained on these, SentencePiece gives no other character a piece. Its own option leaves out at most those that make
-    up 2 % of the text.
+    Trained on these, SentencePiece gives no other character a piece. Its own option, `character_coverage`, can leave out
+    only characters that make up at most 2 % of the text.
     """
     others = re.compile(f"[^{re.escape(characters)} ]+")
     for text in texts:
