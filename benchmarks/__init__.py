@@ -1,4 +1,4 @@
 """Measurements of docs/benchmarks.md. Run `python -m benchmarks` or `python -m benchmarks.NAME` in a clone of the repository."""
 
-# Before JAX is imported, for what the package sets in the environment.
+# Imported before JAX, which reads environment variables that calm_jax sets.
 import calm_jax  # noqa: F401

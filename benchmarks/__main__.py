@@ -5,10 +5,10 @@
     python -m benchmarks --output=FILE [--compare=EARLIER_FILE]
     python -m benchmarks --peer=DIR --peer_python=PYTHON --peer_bench=FILE [--exported=DIR --workdir=DIR]
 
-Times are medians of `--repeats` calls after two, of which the first compiles. "of product": the share of the rate of one matrix
-product, measured just before the case. "peak MiB": of the process so far; `--case=NAME` runs one case alone. The last form
-runs the published PyTorch code in turn with this one (see benchmarks/peer.py). Suite `train` runs on several hosts, too, with
-the command on each of them.
+Times are medians of `--repeats` calls, after a first call that compiles and a second one to warm up. The column "of product" is
+the rate of a case's FLOPs as a share of that of one matrix product, which is measured just before. The column "peak MiB" is the
+peak memory of the process so far, with all earlier cases; `--case=NAME` runs one case alone. The last form runs the published
+PyTorch code in turn with this one (see benchmarks/peer.py). Suite `train` also runs on several hosts, with the command on each.
 """
 
 import pathlib
@@ -29,7 +29,8 @@ from calm_jax.parallel import multihost
 from calm_jax.parallel.host_memory import keep_freed_memory
 from calm_jax.parallel.startup import define_flags, multihost_command
 
-# In the order in which they run. The first has processes of its own, before this one takes hold of any device.
+# The suites in the order in which they run. `startup` is first, because its own processes need the devices, which this process
+# occupies later.
 _SUITES = ("startup", "data", "train", "generate", "eval")
 _RECIPE = "configs/bench_small.py"
 
@@ -124,13 +125,13 @@ def _measure(options: Options) -> list[Record]:
     for name, case in _chosen(found).items():
         print(f"{name} ...", flush=True)
         records += case()
-        # Each case compiles its own programs, and their memory is given back.
+        # The next case compiles its own programs: this frees the memory of those of the last one.
         jax.clear_caches()
     return records
 
 
 def _flags_of_our_processes() -> list[str]:
-    """The flags of this command that its processes for single cases get, too."""
+    """The flags that this command passes on to the processes that measure single cases."""
     config: Any = flags.FLAGS["config"]
     changed = config_flags.get_override_values(config)
     same = (_REPEATS, _SECONDS, _NEW_TOKENS, _WORKDIR)
@@ -143,7 +144,7 @@ def _flags_of_our_processes() -> list[str]:
 
 
 def _beside_the_published_code(options: Options) -> list[Record]:
-    """Runs both codes in turn."""
+    """Runs the published code and this project's in turn."""
     peer = published.Peer(_PEER.value, _PEER_PYTHON.value, _PEER_BENCH.value, _EXPORTED.value)
     found = published.cases(_SUITE.value, peer, options)
     names = _chosen({name: theirs for theirs, ours in found.items() for name in ours})
@@ -201,7 +202,7 @@ def main(argv: list[str]) -> None:
 
 
 def _parse(argv: list[str]) -> list[str]:
-    """Parses the flags; keys of the recipe may be given without the recipe."""
+    """Parses the flags. Without --config, --config.KEY=VALUE changes the default recipe."""
     is_given = any(word.partition("=")[0] in ("--config", "-config") for word in argv)
     return parse_flags(argv if is_given else [argv[0], f"--config={_RECIPE}", *argv[1:]])
 

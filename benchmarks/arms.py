@@ -21,8 +21,8 @@ from calm_jax.run.workdir import Workdir
 _ROOT = pathlib.Path(__file__).parent.parent
 _NAMED = re.compile(r"\{([^{}]*)\}")
 
-# By name, the flags of `python -m calm_jax.main` that make each arm: --config=RECIPE and --config.KEY=VALUE. {NAME} in a flag
-# stands for the workdir of another arm that comes before, which then has one run, with the first seed.
+# The arms of an experiment by name: for each, the flags of `python -m calm_jax.main`, --config=RECIPE and --config.KEY=VALUE.
+# {NAME} in a flag stands for the workdir of an earlier arm, which is then trained only once, with the first seed.
 Arms = Mapping[str, Sequence[str]]
 
 
@@ -49,7 +49,7 @@ def step_flops(config: Config, stage: str) -> float:
 def runs(
     arms: Arms, seeds: Sequence[int], folder: pathlib.Path
 ) -> dict[pathlib.Path, tuple[str, ...]]:
-    """The flags of every run by its workdir, FOLDER/ARM/SEED, in the order of training: all arms with a seed, then the next.
+    """The flags of every run by its workdir, FOLDER/ARM/SEED, in the order of training: all arms with a seed, then with the next.
 
     Raises `UserError` for an arm that cannot be trained.
     """
@@ -76,9 +76,9 @@ def runs(
 
 
 def train(arms: Arms, seeds: Sequence[int], folder: pathlib.Path) -> list[str]:
-    """Trains what is not finished, scores language models by --mode=eval, and prints a line for each run.
+    """Trains the runs that are not finished, scores language models by --mode=eval, and prints a line for each run.
 
-    A finished run is not run again unless its flags have changed; one that was stopped resumes. What a run prints goes to
+    A finished run is not run again unless its flags have changed; a stopped run resumes. The output of a run goes to
     FOLDER/ARM/SEED.log. Returns a sentence for each run that failed.
     """
     commands, failed = runs(arms, seeds, folder), []
@@ -104,7 +104,7 @@ def train(arms: Arms, seeds: Sequence[int], folder: pathlib.Path) -> list[str]:
 
 
 def _run(log: pathlib.Path, *words: str) -> int:
-    """The status of `python -m calm_jax.main`. If this process is interrupted, so is that one, which then saves."""
+    """Runs `python -m calm_jax.main` and returns its status. If this process is interrupted, the run gets SIGTERM and saves."""
     with (
         open(log, "ab") as output,
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A server of a workdir, and requests to it."""
+"""Starts a server of a workdir, and sends requests to it."""
 
 import contextlib
 import http.client
@@ -18,14 +18,14 @@ PATIENCE = 660
 
 @contextlib.contextmanager
 def server(workdir: str, errors: IO | None = None) -> Iterator[tuple[psutil.Popen, str]]:
-    """`python -m calm_jax.serve` with a workdir: the process, and its address. At the end it is asked to end by SIGTERM.
+    """Starts `python -m calm_jax.serve` with a workdir. Yields the process and its address; at the end the process gets SIGTERM.
 
     Args:
       workdir: the folder of a trained model.
       errors: where the server's stderr goes; by default, to this process's.
 
     Raises:
-      UserError: the server ended before it had an address.
+      UserError: if the server ended before it printed its address.
     """
     arguments = [sys.executable, "-m", "calm_jax.serve", f"--workdir={workdir}", "--port=0"]
     process = psutil.Popen(arguments, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -46,7 +46,7 @@ def server(workdir: str, errors: IO | None = None) -> Iterator[tuple[psutil.Pope
 
 @contextlib.contextmanager
 def completion(address: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
-    """The response to a request for a completion. Its connection is closed at the end, whether or not all of it was read."""
+    """Yields the response to a request for a completion. At the end the connection is closed, even if not all of it was read."""
     connection = http.client.HTTPConnection(address, timeout=PATIENCE)
     try:
         kind = {"Content-Type": "application/json"}

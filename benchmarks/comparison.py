@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning --arms=benchmarks/comparison.py[:FLOPS] --folder=DIR --seeds=0,1,2
 
-FLOPS are those of stage 2, for each arm. Stage 1 comes before, once for each K.
+FLOPS is the training budget of stage 2, the same for each arm. Stage 1 is trained before it, once for each K.
 """
 
 from benchmarks.arms import config_of, step_flops
@@ -10,7 +10,7 @@ from calm_jax.models.heads.energy import EnergyHeadConfig
 
 # Steps of stage 1: longer chunks need more.
 _AUTOENCODER_STEPS = {4: 2250, 8: 2250, 2: 900, 1: 400}
-# For K = 8 the quickstart's autoencoder is too narrow: it gets 69 % of the tokens right.
+# For K = 8 the quickstart's autoencoder is too narrow: it reconstructs 69 % of the tokens.
 _WIDER = [
     "--config.autoencoder.model.hidden_size=256",
     "--config.autoencoder.model.intermediate_size=640",

@@ -1,4 +1,4 @@
-"""Measures time and peak memory of a conversion, of a checkpoint of random numbers with the sizes of a recipe.
+"""Measures time and peak memory of converting a checkpoint of random numbers that has the sizes of a recipe.
 
     python -m benchmarks.conversion --recipe=calm_xl --tokenizer=tokenizer.model --folder=DIR [--dtype=bfloat16]
 

@@ -1,19 +1,20 @@
-"""Commands that are killed, stopped, started twice or lose what was not on the disk: do they end as undisturbed ones do?
+"""Fault injection: do commands that are killed, stopped, started twice or lose unsynced data end as undisturbed ones do?
 
     python -m benchmarks.faults --folder=DIR [--times=10] [--seed=0] [--jobs=train,prepare,...] [--faults=kill,two,...]
 
-A trial starts a command on a tiny recipe, does the fault at a random moment of it (of its CPU time, which other load of the machine
-hardly changes), and gives the same command again until it ends with status 0. Its files must then hold what the undisturbed command wrote: all checksums of parameters and optimizer,
-metrics, samples and scores, or the very bytes; and nothing else may lie beside them. A line of error that offers a command
-to go on with is obeyed. DIR gets trials.jsonl, one line for each trial; the same call goes on from there (a changed
-program needs a new DIR). The table counts trials that recovered, and trials that lost something, of which there must be none.
+A trial starts a command on a tiny recipe, injects the fault after a random part of its CPU time (which other load of the machine
+hardly changes), and repeats the same command until it ends with status 0. Its files must then hold what the undisturbed command
+wrote: all checksums of parameters and optimizer, metrics, samples and scores, or the very bytes; and no other file may be left
+beside them. If a line of error offers a command to go on with, the trial runs it. DIR gets trials.jsonl, one line for each trial;
+the same command resumes from there (a changed program needs a new DIR). The table counts trials that recovered, and trials that
+lost something, of which there must be none.
 
-Faults: `kill`, `term` and `int` are SIGKILL, SIGTERM and SIGINT, for a job of several processes to any one of them; `stop` is
-SIGSTOP for a second; `orphan` kills the command's parent; `two` starts the command a second time meanwhile; `cut` is SIGKILL and
-a disk that loses, of every file, a random part of what was not synced yet; `full` is a disk that is full at a random byte,
-`readonly` one that cannot be written (both are a tmpfs, which root alone can mount); `clock` sets the clock back by a day;
-`source` kills the command and gives it again with a text file that has changed or is gone. A job is not given faults that mean nothing
-to it: a server writes no files, and only training and preparation read text that they have begun with.
+Faults: `kill`, `term` and `int` are SIGKILL, SIGTERM and SIGINT, which go to any one process of a job that has more than one;
+`stop` is SIGSTOP for a second; `orphan` kills the command's parent; `two` starts the command a second time while it runs; `cut`, a
+power cut, is SIGKILL, after which every file loses a random part of the bytes that were not synced yet; `full` is a disk that is
+full at a random byte, `readonly` one that cannot be written (both are a tmpfs, which root alone can mount); `clock` sets the clock
+back by a day; `source` kills the command and repeats it with a text file that has changed or is gone. Faults that have no meaning
+for a job are left out: a server writes no files, and only training and preparation read text again that they began with.
 """
 
 import contextlib
@@ -49,9 +50,9 @@ _TIMES = flags.DEFINE_integer("times", 10, "trials of each job and fault", lower
 _SEED = flags.DEFINE_integer("seed", 0, "seed of texts and moments")
 
 _ROOT = pathlib.Path(__file__).parent.parent
-# A command that takes longer hangs.
+# A command that takes longer counts as hanging.
 _MOST_SECONDS = 900
-# How often a command may be given again.
+# The largest number of calls until a disturbed command must have ended with status 0.
 _MOST_CALLS = 4
 _TIMING = {
     "seconds",
@@ -75,14 +76,14 @@ def _lines(path: pathlib.Path) -> list:
 
 
 def _of_run(folder: pathlib.Path) -> dict[str, Any]:
-    """What must be equal of two workdirs: the checksums of the last checkpoints, and what was measured and written."""
+    """The parts of a workdir that a disturbed run must have in common with an undisturbed one, such as checkpoints' checksums."""
     found: dict[str, Any] = {}
     for stage in ("autoencoder", "lm"):
         steps = sorted(int(path.name) for path in (folder / stage).iterdir() if path.name.isdigit())
         about = json.loads((folder / stage / str(steps[-1]) / "about" / "metadata").read_text())
-        # The checkpoint before the last is that of a signal, if one came.
+        # The steps of earlier checkpoints are not compared: the one before the last may have been saved at a signal.
         found[stage] = [steps[-1], len(steps), about["checksums"]]
-    # No unfinished or temporary file may be left; a damaged checkpoint is one that an error told to move away.
+    # No unfinished or temporary file may be left. Damaged checkpoints were moved away, as a line of error said.
     names = [path.name for one in ("", *found) for path in (folder / one).iterdir()]
     found["files"] = sorted(
         name for name in names if not (name.isdigit() or name.endswith(".damaged"))
@@ -90,7 +91,7 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         if (folder / name).exists():
             found[name] = _lines(folder / name)
-    # Evaluations of an interrupted command may be there twice, which is no loss.
+    # An interrupted command may have written its evaluation twice, which is no loss.
     if "evaluations.jsonl" in found:
         found["evaluations.jsonl"] = found["evaluations.jsonl"][-1]
     for name in ("results.json", "config.json"):
@@ -112,14 +113,14 @@ def _of_bytes(folder: pathlib.Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A command.
+    """A command that is disturbed.
 
     Attributes:
-      arguments: of `python -m`, for a given output.
-      outcome: what its output holds, of JSON's types.
-      source: the output of the job that it begins with a copy of; empty for an output that it makes.
-      victims: which of its processes a signal goes to one of: the command "itself", its "children", or "all".
-      without: faults that mean nothing to it.
+      arguments: a function that returns the arguments of `python -m` for the path of the output.
+      outcome: a function that returns the content of the output at a path, as JSON values that are compared.
+      source: the job whose output is copied as the output before the command starts; empty for no such copy.
+      victims: the processes, one of which gets a signal: the command "itself", its "children", or "all".
+      without: faults that have no meaning for the command.
     """
 
     arguments: Callable[[pathlib.Path], list[str]]
@@ -195,7 +196,7 @@ FAULTS = (
     *("kill", "term", "int", "stop", "orphan", "two", "cut"),
     *("full", "readonly", "clock", "source"),
 )
-# During these a command runs to an end of its own.
+# Faults that do not kill the command: it runs until it ends by itself.
 _TO_AN_END = ("full", "readonly", "clock")
 _JOBS = flags.DEFINE_list(
     "jobs",
@@ -216,13 +217,13 @@ def _start(
             stdout=subprocess.DEVNULL,
             stderr=errors,
             env=os.environ | environment,
-            # Of its own, so that the workers of a preparation can be ended with it.
+            # A session of its own, so that the workers of a preparation can be killed with it.
             start_new_session=True,
         )
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
-    """The CPU time of a process and its descendants, with those that have ended."""
+    """The CPU seconds of a process and its descendants, including those that have ended."""
     total = 0.0
     for one in (process, *process.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -243,7 +244,7 @@ def _wait_for_moment(process: subprocess.Popen, moment: float) -> None:
 
 
 def _end(process: subprocess.Popen) -> int:
-    """Waits for a process, which is killed if it hangs, and ends what it left. Returns its status."""
+    """Waits for a process, which is killed if it hangs, and kills the rest of its process group. Returns its status."""
     try:
         return process.wait(_MOST_SECONDS)
     finally:
@@ -252,12 +253,12 @@ def _end(process: subprocess.Popen) -> int:
         process.wait()
 
 
-# A shell that stays the parent of the command after it.
+# A shell that runs the words after it as a child process.
 _SHELL = ("sh", "-c", '"$@"; exit $?', "sh")
 
 
 def _adopt_orphans() -> None:
-    """Makes this process the parent of those whose own has ended, so that it can wait for them."""
+    """Makes this process the parent of descendants whose own parent has ended, so that it can wait for them."""
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
@@ -286,7 +287,7 @@ def _victim(process: subprocess.Popen, job: Job, chance: random.Random) -> int:
 
 @contextlib.contextmanager
 def _mounted(folder: pathlib.Path, size: int) -> Iterator[None]:
-    """A file system of its own at an empty folder, with room for `size` bytes."""
+    """Mounts a tmpfs with room for `size` bytes at an empty folder."""
     _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
     try:
         yield
@@ -339,7 +340,7 @@ def _lose(paths: list[pathlib.Path], log: pathlib.Path, chance: random.Random) -
 
 
 def _preloaded(folder: pathlib.Path, name: str) -> str:
-    """The library of a C file beside this one, compiled."""
+    """The path of a shared library for LD_PRELOAD, compiled from a C file beside this one."""
     library = folder / f"{name}.so"
     if not library.exists():
         source = pathlib.Path(__file__).with_name(f"{name}.c")
@@ -359,7 +360,7 @@ def _disturb(
     environment: dict[str, str] = {}
     if fault == "cut":
         environment = {"LD_PRELOAD": _preloaded(root, "synced"), "SYNCED_LOG": str(synced)}
-        # Of what was there before nothing is lost.
+        # Files that exist before the command count as synced.
         for path in output.rglob("*"):
             with open(synced, "a") as lines:
                 lines.write(f"{path.stat().st_ino} {path.stat().st_size}\n")
@@ -379,7 +380,7 @@ def _disturb(
                 wrong.append(f"both commands failed: {_last_error(log)}")
         elif fault in _TO_AN_END:
             status = process.wait(_MOST_SECONDS)
-            # A save that would wait for the clock interrupts the command.
+            # 75: a save that would have to wait for the clock ends the command as a signal would.
             if status not in ((0, 75) if fault == "clock" else (0, 2)):
                 wrong.append(f"the command ended with status {status}: {_tail(log)}")
         elif fault == "orphan":
@@ -393,13 +394,13 @@ def _disturb(
                 os.kill(victim, signal.SIGSTOP if fault == "stop" else number)
             if fault == "stop":
                 time.sleep(1)
-                # It may have ended meanwhile.
+                # The process may have ended meanwhile.
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(victim, signal.SIGCONT)
                 if process.wait(_MOST_SECONDS) != 0:
                     wrong.append(f"the stopped command failed: {_last_error(log)}")
             elif job.victims != "itself":
-                # The others have to end by themselves.
+                # The other processes of the command have to end by themselves.
                 process.wait(_MOST_SECONDS)
     finally:
         _end(process)
@@ -411,7 +412,7 @@ def _disturb(
 
 
 def _change_text(job: Job, output: pathlib.Path, chance: random.Random) -> list[str]:
-    """Gives the command with a text file that has changed or is gone. Returns what went wrong; the file is restored."""
+    """Runs the command with a text file that has changed or is gone. Returns what went wrong; the file is restored."""
     path = chance.choice(sorted((output.parents[1] / "text").iterdir()))
     content, log = path.read_bytes(), _log_of(output)
     log.unlink(missing_ok=True)
@@ -426,13 +427,13 @@ def _change_text(job: Job, output: pathlib.Path, chance: random.Random) -> list[
     if status not in (0, 2):
         return [f"with a changed text it ended with status {status}: {_tail(log)}"]
     if status == 0:
-        # It had not begun, or was at its end: the next call begins anew.
+        # The command had not begun or had nothing left to do, so it took the changed text: the next call begins anew.
         shutil.rmtree(output, ignore_errors=True)
     return []
 
 
 def _log_of(output: pathlib.Path) -> pathlib.Path:
-    """The file of a command's errors, outside of the folder of its trial."""
+    """The file for a command's stderr, outside of the folder of its trial."""
     return output.parent.with_name(f"{output.parent.name}.log")
 
 
@@ -441,7 +442,7 @@ def _tail(log: pathlib.Path) -> str:
 
 
 def _recover(job: Job, output: pathlib.Path) -> tuple[int, list[str]]:
-    """Gives the command until it ends with status 0: how many calls that took, and what went wrong."""
+    """Repeats the command until it ends with status 0. Returns the number of calls, and what went wrong."""
     log = _log_of(output)
     for call in range(1, _MOST_CALLS + 1):
         log.unlink(missing_ok=True)
@@ -462,11 +463,11 @@ def _trial(
     moment = chance.uniform(0, reference["cpu_seconds"])
     folder = root / f"{name}-{fault}-{number}"
     if folder.is_mount():
-        # Of a campaign that was killed.
+        # A campaign that was killed left its file system mounted.
         _unmount(folder)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    # The reference's name, which an export's model card has in it.
+    # The output has the same name as the reference's, because the model card of an export contains it.
     output = folder / name
     begun = root / "reference" / job.source if job.source else None
     room = 2**30
@@ -507,7 +508,7 @@ def _disturb_and_recover(
         calls, more = _recover(job, output)
         wrong += more
     except subprocess.TimeoutExpired:
-        # `_end` has killed it.
+        # `_end` has killed the command.
         wrong = ["it hangs"]
     if not wrong:
         try:

@@ -1,12 +1,12 @@
-"""One call on a machine with a GPU: what this repository says about GPUs, measured beside what the planner says.
+"""Measures on a GPU, in one call, what this repository says about GPUs, beside the planner's predictions.
 
     python -m benchmarks.gpu --output=runs/gpu [--topology=h100:1] [--dry_run]
 
-Each part is a command of its own with a limit of time: the planner's lines, the quickstart, training steps of CALM-M (bfloat16,
-which has cuDNN's attention), and decoding at T = 1 and T = 1/2. A part leaves NAME.log and NAME.json in --output; a second call runs only the
-parts that have not succeeded, and the quickstart goes on where it stopped. The summary says the MFU of a training step and how
-far decoding is from its bandwidth bound. With --dry_run the same parts run on this machine's CPU at tiny sizes, without the planner's,
-which needs NVIDIA's compiler (`calm_jax[cuda]` has it).
+Each part is a command of its own with a limit of time: the planner's predictions, the quickstart, training steps of CALM-M
+(bfloat16, which has cuDNN's attention), and decoding at T = 1 and T = 1/2. A part leaves NAME.log and NAME.json in --output; a
+second call runs only the parts that have not succeeded, and the quickstart goes on where it stopped. The summary says the MFU of
+a training step and how far decoding is from its bandwidth bound. With --dry_run the same parts run on this machine's CPU at tiny
+sizes, except the planner's, which need NVIDIA's compiler (`calm_jax[cuda]` has it).
 """
 
 import json
@@ -27,7 +27,7 @@ _TOPOLOGY = flags.DEFINE_string("topology", "h100:1", "the hardware to plan for"
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "tiny sizes, on the CPU")
 
 _BATCHES = "1,8,64"
-# A step of 32,768 tokens; the published batch of two million only repeats it.
+# A step of 131,072 tokens (32,768 chunks); the published batch of two million tokens only repeats such microbatches.
 _CALM_M = ("--config=configs/calm_m.py", "--config.lm.training.batch_size=16")
 _TINY = (
     "--config=configs/bench_small.py",
@@ -44,7 +44,7 @@ _TINY_RUN = (
 
 
 def _text(folder: pathlib.Path) -> pathlib.Path:
-    """A short text of the dry run: the documentation."""
+    """Writes a short text for the dry run, the documentation, and returns its path."""
     path = folder / "text.txt"
     pages = sorted((pathlib.Path(__file__).parent.parent / "docs").glob("*.md"))
     path.write_text(

@@ -3,7 +3,7 @@
     python -m benchmarks.learning --arms=benchmarks/comparison.py --folder=DIR [--seeds=0,1,2]
 
 The file of `--arms` has `get_arms()`, which returns for each arm, by its name, the flags of `python -m calm_jax.main` that
-make it: `--config=RECIPE` and `--config.KEY=VALUE`. `{NAME}` in a flag stands for the workdir of another arm that comes before, such
+make it: `--config=RECIPE` and `--config.KEY=VALUE`. `{NAME}` in a flag stands for the workdir of an earlier arm, such
 as an autoencoder that several arms share (`--config.autoencoder.checkpoint={NAME}`). That arm has one run, with the first
 seed; all others have one for each seed. Language models are scored by `--mode=eval` after training.
 

@@ -1,10 +1,10 @@
-"""Many requests to the server at once: how long their answers take, and whether each is what its client would get alone.
+"""Load test: sends many requests to the server at once, times the responses, and checks that load changes none of them.
 
     python -m benchmarks.load --workdir=runs/quickstart [--requests=200] [--max_tokens=32]
 
 Each request has its own prompt and seed, every fourth another temperature, and every third is a stream. All are sent at once,
 after one of each temperature that compiles its program. The texts are then compared with those of `calm_jax.Generator`, one
-prompt at a time. The command ends with status 1 if an answer is lost or another one.
+prompt at a time. The command ends with status 1 if a response is lost or differs.
 """
 
 import concurrent.futures
@@ -42,7 +42,7 @@ def _asked(number: int) -> dict[str, Any]:
 
 
 def _ask(address: str, body: dict[str, Any]) -> tuple[str | None, float]:
-    """The text of an answer, None if it is lost, and its seconds."""
+    """The text of a response, None if it is lost, and the seconds that it took."""
     began = time.perf_counter()
     try:
         with completion(address, body) as response:
@@ -58,7 +58,7 @@ def _ask(address: str, body: dict[str, Any]) -> tuple[str | None, float]:
 
 
 def _alone(bodies: list[dict[str, Any]]) -> list[str]:
-    """What each client would get alone."""
+    """The text that each client would get if its request were the only one."""
     generator = Generator.load(_WORKDIR.value)
     texts = []
     with progress.Countdown("comparing", len(bodies), "texts") as countdown:

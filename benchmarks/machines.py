@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-# Of each machine: the memory of one of its devices that a program may use (None: what the hardware has), the hardware to compile for, the
-# devices along data and fsdp, and the microbatches of the published batch of 256 rows for CALM-M, L and XL. A GPU with 24 GB runs about the
-# program of an H100, at other rates.
+# For each machine: the bytes of one device's memory that a program may use (None: those of the hardware to compile for), the
+# hardware to compile for, the devices along data and fsdp, and the microbatches of the published batch of 256 rows for CALM-M, L
+# and XL. A GPU with 24 GB is planned by compiling for an H100: its program is about the same, but not its speed.
 MACHINES = {
     "1 x 24 GB": (0.92 * 24e9, "h100:1", 1, 1, (128, 256, 256)),
     "1 x 80 GB": (None, "h100:1", 1, 1, (32, 64, 256)),
@@ -14,7 +14,7 @@ MACHINES = {
     "v6e-64": (None, "v6e:8x8", 8, 8, (1, 2, 4)),
 }
 RECIPES, USES = ("calm_m", "calm_l", "calm_xl"), ("training", "fine-tuning", "generation")
-# The rows of a batch of configs/finetune.py; with more devices, one on each.
+# The rows of a batch of configs/finetune.py. With more devices than that, a batch has one row on each.
 _FINETUNING = 16
 
 
@@ -39,7 +39,7 @@ class Cell(NamedTuple):
 
     @property
     def microbatches(self) -> int:
-        """Of a training step; those of fine-tuning have as many rows as those of training, and at least one a device."""
+        """The microbatches of a step. Those of fine-tuning have as many rows as those of training, at least one a device."""
         *_, parts = MACHINES[self.machine]
         whole = parts[RECIPES.index(self.recipe)]
         return whole if self.use == "training" else max(1, self._rows * whole // 256)
@@ -61,14 +61,14 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its plan's file; machines that run the same program share it."""
+        """The name of the plan's file without .json. Machines that run the same program share one file."""
         _, topology, data, fsdp, _ = MACHINES[self.machine]
         parts = (self.recipe, topology, f"{data}x{fsdp}", self.use)
         number = "" if self.use == "generation" else f"-{self.microbatches}"
         return "-".join(parts).replace(":", "-") + number
 
     def text(self, plan: dict | None) -> str:
-        """What the table says; without a plan, that there is none."""
+        """The text of the cell; "not compiled" if there is no plan."""
         if plan is None:
             return "not compiled"
         most, *_ = MACHINES[self.machine]

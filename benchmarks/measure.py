@@ -1,4 +1,4 @@
-"""Shared by the suites of `python -m benchmarks`: timing, peak memory, the rate of a matrix product, facts of the machine."""
+"""Helpers of the suites of `python -m benchmarks`: timing, peak memory, the rate of a matrix product, facts of the machine."""
 
 import datetime
 import importlib.metadata
@@ -33,14 +33,14 @@ ROOT = pathlib.Path(__file__).parent.parent
 _PRODUCT_ON_CPU, _PRODUCT_ELSEWHERE = (2048, 256, 688), (8192, 8192, 8192)
 _PRODUCT_RUNS = 30
 
-# What a case measured: its names, "ms" (median) and further numbers, NaN where one is unknown.
+# The results of a case: the names of suite and case, "ms" (median) and further numbers, NaN for an unknown one.
 Record = dict[str, Any]
 Cases = dict[str, Callable[[], list[Record]]]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the flags of `python -m benchmarks` say to a suite.
+    """The options of a suite, from the flags of `python -m benchmarks`.
 
     Attributes:
       tree: the recipe, not yet resolved.
@@ -48,10 +48,10 @@ class Options:
       repeats: timed calls of a case.
       seconds: no further call is timed after so many seconds of timed calls.
       rounds: fresh processes of each kind.
-      samplers: of generation at T = 1/2.
+      samplers: the samplers of generation at T = 1/2.
       batches: numbers of prompts that are continued together.
       new_tokens: generated for each prompt.
-      workdir: of a trained model to generate with; empty for random parameters.
+      workdir: the workdir of a trained model to generate with; empty for random parameters.
     """
 
     tree: ConfigDict
@@ -107,7 +107,7 @@ def peak_rss() -> float:
 
 
 def _peak_of_device() -> float:
-    """The largest memory in use on the first device so far, in MiB; NaN where the device does not tell, as a CPU."""
+    """The largest memory in use on the first device so far, in MiB; NaN if the device does not report it, as CPUs do not."""
     used = jax.local_devices()[0].memory_stats() or {}
     return used.get("peak_bytes_in_use", math.nan) / 2**20
 
@@ -141,9 +141,9 @@ def measured(
       case: its name.
       run: the call.
       options: how often to call.
-      tokens: of one call.
-      dtype: of the case's matrix products.
-      devices: that take part.
+      tokens: the number of tokens that one call processes.
+      dtype: the dtype of the case's matrix products.
+      devices: the number of devices that take part.
 
     Returns:
       A record without FLOPs (see `with_flops`). `compile_s` is the first call less a median one. Peaks of memory are those
@@ -169,7 +169,7 @@ def measured(
 
 
 def with_flops(one: Record, flops: float) -> Record:
-    """A record with the FLOPs of a call, on paper, and their share of the matrix product's rate and of the known peak (MFU)."""
+    """Adds the FLOPs of a call, by formula, and their rate as a share of the product's rate and of the known peak (MFU)."""
     rate = flops / (one["ms"] / 1e3) / one["devices"]
     known = accelerator(jax.devices()[0].device_kind)
     return one | {

@@ -24,7 +24,7 @@ from calm_jax.cli import progress
 from calm_jax.errors import UserError
 
 _TRAIN = ("calm", "ae", "ar")
-# From the name of a case to "ms" and "rss_mb".
+# A function that runs the case of a given name and returns its "ms" and "rss_mb".
 Run = Callable[[str], Mapping[str, float]]
 
 
@@ -49,7 +49,7 @@ class Peer:
 
 
 def cases(suites: Sequence[str], peer: Peer, options: Options) -> dict[str, list[str]]:
-    """From each case of the published code to ours.
+    """Maps each case of the published code to the names of our cases that are compared with it.
 
     Generation needs an exported model, and the workdir that it was exported from.
 
@@ -74,7 +74,7 @@ def _last_line(text: str) -> str:
 
 
 def _call(name: str, asked: Sequence[str], environment: Mapping[str, str]) -> str:
-    """What a process prints. Raises `UserError` if it fails."""
+    """Runs a process and returns its output. Raises `UserError` if it fails."""
     try:
         done = subprocess.run(
             asked, cwd=ROOT, env=dict(environment), capture_output=True, text=True, check=False
@@ -99,9 +99,9 @@ def parse(case: str, printed: str) -> dict[str, float]:
 
 
 def theirs(peer: Peer, repeats: int) -> Run:
-    """Runs a case of the published code."""
+    """A function that runs a case of the published code."""
     environment = os.environ | {"PEER": str(pathlib.Path(peer.folder).absolute())}
-    # Not resolved: the Python of an environment is a link, and its place tells which packages it has.
+    # Links are not resolved: the Python of a virtual environment is a link, and finds its packages by the link's path.
     python, bench = os.path.abspath(peer.python), os.path.abspath(peer.bench)
 
     def run(case: str) -> dict[str, float]:
@@ -112,7 +112,7 @@ def theirs(peer: Peer, repeats: int) -> Run:
 
 
 def ours(flags: Sequence[str]) -> Run:
-    """Runs a case of `python -m benchmarks` with these flags."""
+    """A function that runs a case of `python -m benchmarks` with these flags."""
 
     def run(case: str) -> dict[str, float]:
         suite = "generate" if case.startswith("gen:") else "train"

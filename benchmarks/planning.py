@@ -4,8 +4,8 @@
     python -m benchmarks.planning --folder=DIR --table=machines   # which config for my machine
     python -m benchmarks.planning --folder=DIR --table=machines --compile=0   # what DIR has
 
-Each plan takes minutes, and its line is printed when it is ready. Plans that DIR already has are not made again, so that the command can
-be interrupted and given again.
+Each plan takes minutes, and its line is printed when it is ready. Plans that DIR already has are not made again, so that the
+command can be interrupted and repeated.
 """
 
 import itertools
@@ -64,12 +64,12 @@ def line(chosen: tuple, plan: dict) -> str:
 
 
 def planned(path: pathlib.Path, asked: list[str]) -> dict | None:
-    """The plan in a file, made first if there is none; None if that failed, or nothing is to be compiled."""
+    """The plan in a file, made first if the file is missing; None if that failed, or with --compile=0."""
     if not path.exists() and _COMPILE.value:
         program = [sys.executable, "-m", "calm_jax.plan", *asked, f"--output={path}"]
         done = subprocess.run(program, capture_output=True, text=True, check=False)
         if not path.exists():
-            # Such as a compiler that is not installed here.
+            # For example, the hardware's compiler is not installed.
             print(f"{shlex.join(program)}: {done.stderr.splitlines()[-1]}", file=sys.stderr)
     return json.loads(path.read_text()) if path.exists() else None
 

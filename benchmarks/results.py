@@ -52,7 +52,7 @@ def ratios(new: Sequence[Record], old: Sequence[Record]) -> dict[str, dict[str, 
 
 
 def differences(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
-    """What differs between two files beside the commit: the machine, versions, and keys of recipe and options."""
+    """The differences between two files, except date and commit: the machine, versions, and keys of recipe and options."""
     sides = []
     for one in (new, old):
         keys = dict(leaves({name: one.get(name) or {} for name in ("config", "options")}))

@@ -2,8 +2,9 @@
 
     python -m benchmarks.roofline --output=roofline.json
 
-The file is written after each recipe, and the same command goes on where it was interrupted. Peak FLOP/s and memory bandwidth are measured on the same core. Times are seconds of processor time on one thread, so that other programs
-on the machine disturb them little; the fastest of several steps counts.
+The file is written after each recipe, and the same command goes on where it was interrupted. Peak FLOP/s and memory bandwidth are
+measured on the same core. Times are seconds of processor time on one thread, so that other programs on the machine disturb them
+little; the fastest step of each recipe counts.
 """
 
 import copy
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Before jax is imported: one thread for each program.
+# Set before jax is imported: the CPU alone, and one thread for each program.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
 
@@ -41,7 +42,7 @@ _OUTPUT = flags.DEFINE_string("output", "roofline.json", "file to keep the figur
 _REPEATS = flags.DEFINE_integer("repeats", 5, "steps of each recipe", lower_bound=1)
 
 _WORDS = Vocabulary(513, 512)
-# Changes of the quickstart, each along another side.
+# Changes of the quickstart recipe; each changes another size, or what is recomputed.
 CASES: dict[str, dict[str, Any]] = {
     "quickstart": {},
     "wider": {"lm.model.hidden_size": 512, "lm.model.intermediate_size": 1376},
@@ -92,7 +93,7 @@ def bandwidth() -> float:
 
 
 def _measure(name: str) -> dict[str, float]:
-    """Of a step: FLOPs on paper, bytes by the compiled program, and the measured seconds."""
+    """The FLOPs of a step by formula, the bytes that the compiled program moves, and the measured seconds."""
     config = resolve(_recipe(CASES[name]))
     step = fresh(config, "lm", _WORDS)
     with jax.set_mesh(step.mesh):
@@ -106,7 +107,7 @@ def _measure(name: str) -> dict[str, float]:
 
 
 def errors(measured: list[float], predicted: list[float]) -> list[float]:
-    """Of each pair of recipes: by how much the predicted ratio of their times differs from the measured one, at least 0."""
+    """For each pair of recipes, the factor between the predicted and the measured ratio of their times, minus 1 (at least 0)."""
     both = list(zip(measured, predicted, strict=True))
     return [
         math.exp(abs(math.log((p / q) / (m / n)))) - 1

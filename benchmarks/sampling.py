@@ -1,4 +1,4 @@
-"""Times sampling of a chunk at T = 1/2: the published sampler, and each way of doing less work.
+"""Times sampling of a chunk at T = 1/2, by the published sampler and by samplers that do less work.
 
     python -m benchmarks.sampling --workdir=runs/quickstart [--batches=1,8,64] [--contexts=64] ...
     python -m benchmarks.sampling [--collisions=0.01,0.1,0.5,0.9] ...
@@ -65,7 +65,8 @@ _WIDTH = flags.DEFINE_integer("hidden_size", 256, "width of head and autoencoder
 
 _TEMPERATURE = 0.5
 
-# From the variables of a model to the model as the samplers see it, so that variables are arguments of the jitted function.
+# A function of a model's variables that returns the model as samplers use it. The variables can then be arguments of a jitted
+# function.
 Bind = Callable[[Any], ChunkModel]
 
 

@@ -3,8 +3,9 @@
     python -m benchmarks.several two calm_jax.main ARGUMENTS
     python -m benchmarks.several asked WORKDIR ANSWERS.jsonl
 
-The second starts `calm_jax.serve`, asks it for texts while another client closes its connection in the midst of a stream, and
-writes the answers. Both end with the status of their processes, and leave none of them.
+The second starts `calm_jax.serve`. For each prompt, one client closes its connection in the midst of a stream, and another
+one asks for the text, which is written to ANSWERS.jsonl. Both commands end with the status of their processes, and leave no
+process behind.
 """
 
 import contextlib
@@ -19,14 +20,14 @@ from benchmarks.client import completion, server
 from calm_jax.cli.files import write_atomically
 
 _ROOT = pathlib.Path(__file__).parent.parent
-# How long a process may go on after another has ended.
+# Seconds that each process may take.
 _MOST_SECONDS = 900
 _PROMPTS = ("def ", "class ", "")
 
 
 @contextlib.contextmanager
 def _started(*commands: list[str]) -> Iterator[list[subprocess.Popen]]:
-    """Processes of `python -m`, which are killed at the end if they still run."""
+    """Starts processes of `python -m`, which are killed at the end if they still run."""
     running = [
         subprocess.Popen(
             [sys.executable, "-m", *command], cwd=_ROOT, stdout=subprocess.PIPE, text=True
@@ -46,7 +47,7 @@ def _two(arguments: list[str]) -> int:
         port = free.getsockname()[1]
     given = [*arguments, f"--coordinator=localhost:{port}", "--num_processes=2"]
     with _started(*([*given, f"--process_id={index}"] for index in range(2))) as running:
-        # Each prints less than a pipe holds.
+        # Nobody reads the pipes: each process prints less than a pipe holds.
         return max(process.wait(_MOST_SECONDS) for process in running)
 
 

@@ -1,13 +1,13 @@
-"""Long runs under load: is memory flat, and is no file, socket or process left?
+"""Soak test, long runs under load: does memory stay flat, and is no file, socket or process left over?
 
     python -m benchmarks.soak --folder=DIR [--minutes=60] [--seed=0] [--jobs=train,serve,prepare]
 
 `train` trains a tiny recipe and saves a checkpoint every 5 steps; at the end each step must be in metrics.jsonl once, and the same
 command must go on from the last checkpoint. `serve` answers sixteen clients, of whom every third closes its connection in the
-midst of a stream; the others must get an answer, and to the same request always the same. `prepare` prepares text again and again,
-while its workers are killed; each time it must write the same bytes. Every ten seconds memory (RSS), open files with sockets, and
-processes are counted, of the command and of all its children. The table has the most of each in the first tenth of the time, in
-tenths around a quarter and a half of it, and in the last tenth. DIR gets soak.jsonl.
+midst of a stream; the others must get a response, and always the same one to the same request. `prepare` prepares text again and
+again, while its workers are killed; each time it must write the same bytes. Every ten seconds the memory (RSS), open files and
+sockets, and processes of the command and all its children are counted. The table has the maximum of each in the first tenth of the
+time, in tenths around a quarter and a half of it, and in the last tenth. DIR gets soak.jsonl.
 """
 
 import collections
@@ -47,9 +47,9 @@ _JOBS = flags.DEFINE_list("jobs", ["train", "serve", "prepare"], "what to run, o
 _ROOT = pathlib.Path(__file__).parent.parent
 _EVERY = 10.0
 _CLIENTS = 16
-# Seconds for a command that goes on, also where other programs need the machine.
+# Seconds that a resumed command may take, even on a busy machine.
 _PATIENCE = 3600
-# Between two checkpoints of the training.
+# Steps between two checkpoints of the training, and between two records in its log.
 _STEPS = 5
 
 
@@ -65,7 +65,7 @@ def _start(log: pathlib.Path, *arguments: str) -> psutil.Popen:
 
 
 def _counts(process: psutil.Process) -> dict[str, int]:
-    """Memory in MiB, open files and sockets, and the number of a process and all its children."""
+    """Memory (RSS) in MiB, open files with sockets, and processes: totals over a process and all its children."""
     found = {"MiB": 0, "open files": 0, "processes": 0}
     for one in (process, *process.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -87,7 +87,7 @@ class _Soak:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """The seconds until the job's time is over."""
         return self.began + 60 * _MINUTES.value - time.monotonic()
 
     def watch(self, process: psutil.Process, disturb: Callable[[], None] = lambda: None) -> None:
@@ -128,7 +128,7 @@ def _train(soak: _Soak) -> None:
     arguments = ["calm_jax.main", recipe, f"--workdir={workdir}", *often]
     soak.began = time.monotonic()
     process = _start(soak.log, *arguments, "--config.lm.training.num_steps=100000000")
-    # Its lines must not fill the pipe.
+    # Reads the output, so that it does not fill the pipe and block the process.
     reader = threading.Thread(target=process.stdout.read)
     reader.start()
     soak.watch(process)
@@ -152,7 +152,7 @@ def _train(soak: _Soak) -> None:
 
 
 def _ask(address: str, chance: random.Random) -> tuple[str, str] | None:
-    """A request and its answer; None for one whose client goes away. Raises `AssertionError` for a wrong answer."""
+    """Sends a request and returns it with its text; None if it closed its connection. Raises `AssertionError` for an error."""
     is_vanishing = chance.random() < 1 / 3
     prompt = "def " * chance.randint(1, 8)
     body = {
@@ -187,7 +187,7 @@ def _serve(soak: _Soak) -> None:
                 done["vanished" if asked is None else "answers"] += 1
             except (OSError, http.client.HTTPException, ValueError, AssertionError) as error:
                 soak.wrong.append(f"{soak.left:.0f} s before the end: {error!r}")
-                # The server may be gone.
+                # If the server has ended, the requests must not fail in a busy loop.
                 time.sleep(1)
 
     with open(soak.log, "ab") as errors, server(str(workdir), errors) as (process, address):
@@ -247,7 +247,7 @@ def _prepare(soak: _Soak) -> None:
         process.communicate(timeout=600)
         status = process.returncode
         if status == 2:
-            # Workers that die too often end the command in one line; the same command goes on.
+            # If workers die too often, the command ends with one line of error; the same command resumes.
             again = _start(soak.log, "calm_jax.data.prepare", *arguments)
             again.communicate(timeout=600)
             status, repeated = again.returncode, repeated + 1
@@ -268,7 +268,7 @@ _RUN = {"train": _train, "serve": _serve, "prepare": _prepare}
 _DONE = {"train": "checkpoints", "serve": "answers", "prepare": "preparations"}
 
 
-# Parts of the time whose most the table shows: the first tenth, around a quarter and a half, and the last tenth.
+# Parts of the time whose maximum the table shows: the first tenth, around a quarter and a half, and the last tenth.
 _PARTS = ((0.0, 0.1), (0.2, 0.3), (0.45, 0.55), (0.9, 1.0))
 
 

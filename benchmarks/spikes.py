@@ -1,10 +1,11 @@
-"""What a spike does to a training, and what skipping or rolling back would gain.
+"""How a loss spike affects training, and what skipping updates or rolling back would gain.
 
     python -m benchmarks.spikes [--seeds=3]
 
 Trains a tiny transformer on text of a few words. For five steps the batches are random bytes, or the learning rate is 30 times as
-high. Held-out loss is shown afterwards: without a spike; as training is; with updates left out whose gradient norm is above
-five times the median of the last 50; and gone back to the state before the spike, whose steps are left out.
+high. The table shows the held-out loss afterwards, without a spike and for three responses to it: "as it is", the usual training;
+"skipped", updates are left out whose gradient norm is above five times the median of the last 50; "gone back", training returns
+to the state before the spike and leaves out its steps.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ def _programs() -> tuple[Callable, Callable, Callable, TrainState]:
     config = resolve(tiny_recipe.get_config("*.none,head=softmax"))
     tokenizer = KINDS["bytes"](b"")
     task = make_lm_task(config, tokenizer, config.eval.published)
-    # A metric of each step, not of several.
+    # The metrics of every step, not averaged over several.
     training = dataclasses.replace(config.lm.training, log_every=1)
     rate = dataclasses.replace(
         config.lm.optimizer, learning_rate=3e-3, warmup_steps=20, schedule="constant"

@@ -1,4 +1,4 @@
-"""Words that look like source text, of which the benchmarks make their texts."""
+"""Words of which the benchmarks make texts that look like source code."""
 
 WORDS = (
     "def",

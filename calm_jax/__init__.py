@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from calm_jax.api import Continuation, Generator, evaluate, load
 
 # jaxlib 0.10 logs two lines of error, which mean nothing, for each kernel that it loads from the compilation cache of a CPU.
-# It reads this variable when it is imported. What goes wrong is raised as an exception all the same.
+# It reads this variable when it is imported. Real errors are raised as exceptions all the same.
 if computes_on_cpus():
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 

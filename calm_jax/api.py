@@ -1,4 +1,4 @@
-"""For programs: `load` a model and `evaluate` a run. `from calm_jax import Generator, evaluate, load`."""
+"""The Python interface: `load` a model and `evaluate` a run. `from calm_jax import Generator, evaluate, load`."""
 
 import os
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ __all__ = ["Continuation", "Generator", "evaluate", "load"]
 
 
 def load(source: str | os.PathLike[str], tokenizer: str = "", revision: str = "") -> Generator:
-    """A language model, ready to continue prompts, on all devices that are here.
+    """Loads a language model onto all available devices, ready to continue prompts.
 
     Args:
       source: the workdir of a run; or a published checkpoint, which is a folder or `owner/name` on the Hugging Face hub
         (extra `interop`).
-      tokenizer: of a published checkpoint: a file, or "bytes"; if empty, the one in its folder.
-      revision: of a checkpoint on the hub: a branch, a tag or a commit; its main branch if empty.
+      tokenizer: the tokenizer of a published checkpoint: a file, or "bytes"; if empty, the one in its folder.
+      revision: the revision of a checkpoint on the hub: a branch, a tag or a commit; its main branch if empty.
 
     Raises:
       UserError: if there is no such model, or one of its files is damaged.

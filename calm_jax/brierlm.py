@@ -1,18 +1,18 @@
-"""BrierLM of any system that can be sampled, beside a CALM, on the same places of the same text.
+"""BrierLM of any system that can be sampled, beside a CALM, at the same places (positions) in the same text.
 
-The places that --mode=eval scores at equal context, with their contexts and what follows:
+The first command writes the places that --mode=eval scores at equal context, each with the text before and after it:
 
     python -m calm_jax.brierlm --config=configs/workdir.py:runs/quickstart --write_references=references.jsonl
 
-The score of samples that some system drew there, and of a model that this command samples:
+The next two score samples that another system drew at these places, and sample and score two models:
 
     python -m calm_jax.brierlm --references=references.jsonl --samples=samples.jsonl --tokenizer=runs/quickstart
     python -m calm_jax.brierlm --references=references.jsonl --model=hf:gpt2 --model=runs/quickstart \\
         --config=configs/workdir.py:runs/quickstart
 
-With --config the floor is scored, too; texts are then tokenised by that run's tokenizer, of which all references must be.
-Where one system gives texts, such as hf:gpt2, those that --model samples give texts, too. `calm_jax.evaluation.samples`
-describes the lines of both files; docs/evaluation.md the score.
+With --config the frequency floor is scored, too; texts are then tokenised by that run's tokenizer, and the references must have
+been made with it. If one system gives texts, as hf:gpt2 does, all systems that --model samples give texts, too, and not tokens.
+`calm_jax.evaluation.samples` describes the lines of both files, docs/evaluation.md the score.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ def _tokenizer() -> Tokenizer | None:
 def _check_one_tokenizer(
     ours: Tokenizer, given: Tokenizer | None, references: Sequence[Reference]
 ) -> None:
-    """Raises `UserError` for another tokenizer than that of the run, whose n-grams are the floor."""
+    """Raises `UserError` if --tokenizer or a reference has another tokenizer than --config's run, in whose tokens the floor is."""
     way_out = "leave --config out, and with it the floor"
     if given is not None and given.fingerprint != ours.fingerprint:
         raise UserError(
@@ -126,7 +126,7 @@ def _check_one_tokenizer(
 
 
 def _gives_text(name: str, references: Sequence[Reference]) -> bool:
-    """Whether a --model can give texts alone."""
+    """Whether a --model can only give texts, because the references lack tokens of its tokenizer."""
     if name.startswith("hf:"):
         return True
     workdir = Workdir(pathlib.Path(name))
@@ -208,7 +208,7 @@ def main(argv: list[str]) -> None:
                 "one after the other"
             )
     scorer = Scorer(references, tokenizer)
-    # Whatever the references lack is found here, before anything is sampled.
+    # Raises an error before anything is sampled, if a reference lacks its text or its tokens.
     scorer.targets(bool(texts))
     floor = {}
     if config is not None:

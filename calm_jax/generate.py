@@ -88,7 +88,7 @@ _OPTIONS = (
 )
 _start_processes = startup.define_flags()
 
-# All of them, and then their texts, are held in memory, as Python objects of ten times their bytes in the file.
+# All prompts and their continuations are held in memory, as Python objects of ten times their bytes in the file.
 _MOST_PROMPTS = 1_000_000
 _MOST_PROMPT_BYTES = 2**27
 
@@ -152,12 +152,12 @@ def _as_text(prompt: Prompt, generator: Generator) -> str:
 
 
 def _print(generator: Generator, prompts: Sequence[Prompt], options: SampleConfig) -> None:
-    """Prints texts in the order of the prompts: a single one piece by piece, several of them each when it is complete."""
+    """Prints texts in the order of the prompts: a single text piece by piece, more texts each when it is complete."""
     from calm_jax.parallel import multihost
 
     done: list[Continuation] = []
     if len(prompts) == 1:
-        # Refuses what the model cannot take, before anything is printed.
+        # `generate` refuses wrong prompts and options here, before anything is printed.
         pieces = generator.generate(prompts, options, _SEED.value, stream=True)
         print(_as_text(prompts[0], generator), end="", flush=True)
         for piece in pieces:
@@ -195,7 +195,7 @@ def _write(
 
 @multihost_command
 def main(argv: list[str]) -> None:
-    # Only here: --help and bad flags do not wait for JAX.
+    # Imported here, so that --help and bad flags do not wait for JAX.
     from calm_jax.parallel import multihost
     from calm_jax.run.generator import Generator
 

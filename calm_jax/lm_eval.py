@@ -18,7 +18,7 @@ from calm_jax.parallel.host_memory import keep_freed_memory
 
 
 def _is_of_the_harness(error: BaseException) -> bool:
-    """Whether an error was raised by the harness itself, as for a task that it does not have."""
+    """Whether an error was raised by the harness's own code, as for an unknown task."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals["__name__"].startswith("lm_eval.")
 
@@ -26,7 +26,7 @@ def _is_of_the_harness(error: BaseException) -> bool:
 @command
 def main(argv: list[str]) -> None:
     try:
-        # Registers the harness's own models, which it does not do by itself where there is another one.
+        # Registers the harness's own models. The harness does not do so itself once another model is registered.
         import lm_eval.models  # noqa: F401
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.registry import model_registry

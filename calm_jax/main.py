@@ -59,7 +59,7 @@ def _profiled_steps(text: str) -> tuple[int, int]:
 
 @multihost_command
 def main(argv: list[str]) -> None:
-    # Only here: --help and bad flags do not wait for JAX.
+    # Imported here, so that --help and bad flags do not wait for JAX.
     from calm_jax.config import resolve
     from calm_jax.run import recipe
     from calm_jax.run.workdir import Workdir

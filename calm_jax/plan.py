@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     output = local_path(_OUTPUT.value, "--output")
     if _OUTPUT.value and not output.absolute().parent.is_dir():
         raise UserError(f"--output={_OUTPUT.value} cannot be written: there is no such folder")
-    # Only here: --help and bad flags do not wait for JAX.
+    # Imported here, so that --help and bad flags do not wait for JAX.
     from calm_jax.config import resolve
     from calm_jax.planning import planner, report, topology
     from calm_jax.planning.result import advice

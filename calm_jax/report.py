@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     folders = argv[1:]
     if not folders:
         raise UserError("give the folders of one run or several: python -m calm_jax.report DIR ...")
-    # Only here: --help and bad flags do not wait for JAX.
+    # Imported here, so that --help and bad flags do not wait for JAX.
     from calm_jax.run import web_comparison, web_report
     from calm_jax.run.workdir import Workdir
 

@@ -48,17 +48,17 @@ def get_config() -> ConfigDict:
     # Name of the field that holds a document's text in .jsonl, .json and .parquet files.
     config.data.text_field = "text"
     # Name of the field that holds a prompt, for training on prompts and completions (the text field). The loss is on the
-    # completion only, which begins on a chunk boundary. Every record has its own block; with lm.data.isolate_documents as
-    # many as fit share one, and do not see each other. Empty: no prompts.
+    # completion only, which begins on a chunk boundary. Every record has its own block; with lm.data.isolate_documents a
+    # block holds as many records as fit, and attention is masked between them. Empty: no prompts.
     config.data.prompt_field = ""
     # Filters of training text that is not in a prepared folder. Documents with fewer characters are left out.
     config.data.min_characters = 0
     # Documents with more space-separated words are cut into pieces of this many (published: 10,000). 0: they are not cut.
     config.data.max_words = 0
-    # Of documents with equal text, keep the first only.
+    # Whether to keep only the first of documents with equal text.
     config.data.deduplicate = False
     # Without validation_files, one document in this many is held out for validation, chosen by a hash of its file name and
-    # line number. Of an only document, the last characters are held out: one in this many.
+    # line number. If there is only one document, its last characters are held out: one in this many.
     config.data.holdout_every = 20
     # What to do with a malformed record: "raise" ends the run with its file and line; "skip" leaves it out and reports how
     # many there were.
@@ -84,9 +84,9 @@ def get_config() -> ConfigDict:
     # Stage 2 refuses to start if the autoencoder reconstructs a smaller fraction of validation tokens from sampled latents
     # (published autoencoder: over 0.999).
     config.autoencoder.min_accuracy = 0.98
-    # Share of the chunks of a training batch that random ones replace (paper: 0): tokens of the block in random order, uniformly
-    # random tokens, and these with pads from a random place on, equally often. An autoencoder of one kind of text then
-    # reconstructs any text (docs/training.md).
+    # Share of the chunks of a training batch that are replaced by random ones (paper: 0). Three kinds are equally frequent: tokens
+    # of the block in random order, uniformly random tokens, and uniformly random tokens with pads from a random place on. An
+    # autoencoder that is trained on one kind of text then reconstructs any text (docs/training.md).
     config.autoencoder.random_chunks = 0.0
     config.autoencoder.model = _autoencoder_model()
     # Published: eos ends each document, and pads fill its last chunk.
@@ -252,7 +252,7 @@ def _transformer() -> ConfigDict:
     # about a third more FLOPs; "dots", all but products with weights: few more FLOPs, but most of the memory; "auto", "none"
     # or "full", whichever is faster of those that fit into the devices' memory.
     model.remat = "auto"
-    # Attention kernel of training and scoring: "xla" works everywhere; "blocks", too, and is the
+    # Attention kernel of training and scoring: "xla" works everywhere; "blocks" does, too, and is the
     # fastest on CPUs; "cudnn" needs an NVIDIA GPU, bfloat16 and lm.data.isolate_documents=False; "splash" needs a TPU (on a
     # CPU it is interpreted, for tests); "auto" is "splash" on a TPU, "blocks" on a CPU, "cudnn" where that is possible,
     # else "xla". Generation, which reads a cache, does not use it.
@@ -274,9 +274,9 @@ def _energy_head() -> ConfigDict:
     head.beta = 1.0
     # Weight of a second loss, which small models learn much faster with (docs/training.md): the Brier score of the tokens to
     # which the frozen autoencoder decodes the N samples (paper: 0). It holds N K float32 logits over the vocabulary for each
-    # chunk in memory: for a block of CALM-M 34 GB, so that it is for vocabularies of thousands of tokens.
+    # chunk in memory: for a block of CALM-M 34 GB, so that it suits only vocabularies of thousands of tokens.
     head.decoded_brier_weight = 0.0
-    # Steps before this loss begins. At first the samples decode to nothing that is like the text, and it slows training down.
+    # Steps before this loss begins. At first the samples decode to tokens unlike the text, and the loss slows training down.
     head.decoded_brier_delay = 0
     return head
 

@@ -43,13 +43,14 @@ def get_config(folder: str = "") -> ConfigDict:
     data.append_eos = True
     data.align_documents_to_chunks = True
 
-    # A quarter of the decoded Brier loss: all of it is mostly noise to the head where records are few, and without it, text that is
-    # mixed with them is forgotten (docs/training.md). It need not wait, as the head has learnt to decode.
+    # A quarter of the weight of the decoded Brier loss. With the whole weight, this loss is mostly noise to the head where records
+    # are few; without it, the model forgets text that is mixed with them (docs/training.md). The loss needs no delay, because the
+    # head has already learnt to draw latents that decode to text.
     if "decoded_brier_weight" in config.lm.head:
         config.lm.head.decoded_brier_weight /= 4
         config.lm.head.decoded_brier_delay = 0
 
-    # All devices that are here, whatever mesh the model was trained on.
+    # All available devices, whatever mesh the model was trained on.
     config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, -1, 1
 
     # A tenth of the paper's learning rate.

@@ -49,8 +49,8 @@ def get_config(arguments: str = "") -> ConfigDict:
     # Fewer samples than in the paper (8 and 100): more steps in the same time improve a model this small more.
     head.num_samples = 4
     head.num_target_samples = 16
-    # Not in the paper: with both, BrierLM is 22 in the place of 13. The token loss is so heavy that it alone teaches the
-    # backbone, to which the gradients of the head's losses are noise (docs/training.md).
+    # Two losses that are not in the paper: with both, BrierLM is 22 instead of 13. The token loss has so large a weight that it
+    # alone trains the backbone, for which the gradients of the head's losses are noise (docs/training.md).
     head.decoded_brier_weight = 16.0
     head.decoded_brier_delay = 300
     config.lm.token_loss_weight = 20.0
@@ -74,8 +74,8 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.eval.block_tokens = 512
     config.sample.prompts = ("def ", "import ", "class ", "    def __init__(self, ")
     config = common.variant(config, arguments)
-    # Of its own law at lower temperatures, a model this small writes mostly spaces, the most likely text in Python code. A third of
-    # the noise keeps the energy head's BrierLM, is right more often and costs one draw (docs/benchmarks.md).
+    # Sampled from p^(1/T) at lower temperatures, a model this small writes mostly spaces, the most likely text in Python code.
+    # With a third of the noise, the energy head keeps its BrierLM, is right more often and needs one draw (docs/benchmarks.md).
     config.sample.temperature = 1.0
     if config.lm.head.name == "energy":
         config.sample.sampler, config.sample.temperature = "noise", 0.33

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the other scripts of this folder: one-line errors, dry runs, and passing on of signals. For bash 3.2 and later.
+# Sourced by the other scripts of this folder: one-line errors, dry runs, and forwarding of signals. For bash 3.2 and later.
 
 # 1 with --dry_run; set where the arguments are read.
 dry_run=0

@@ -1,1 +1,1 @@
-"""Damaged input for every reader of the package: what is done to files, who reads them, and the campaign over both."""
+"""Fuzzing: damaged input for every reader of the package. damages.py makes it, readers.py reads it, campaign.py runs both."""

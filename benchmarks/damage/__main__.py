@@ -1,13 +1,13 @@
-"""Damaged input: does every reader give the right result or one clear line?
+"""Fuzzing with damaged input: does every reader give the right result or one clear line of error?
 
     python -m benchmarks.damage --folder=DIR [--times=10000] [--seed=0] [--readers=pickles,requests,...]
 
 A case damages one file of a reader's intact input: bytes flip, parts are cut, repeated or exchanged, numbers become huge or NaN,
-JSON gets other values or a hundred thousand levels, archives get members that leave the folder, or a folder, a pipe, an endless
-device or a file of 64 GiB stands in the file's place. Then the reader must give a result, or refuse in one line, in bounded time
-and memory; where the input has checksums, any result but the intact input's is a fault. Nothing may be executed or written.
+JSON gets other values or a hundred thousand levels, archives get members with paths outside the folder, or a folder, a pipe, an
+endless device or a file of 64 GiB takes the file's place. Then the reader must give a result, or refuse in one line, in bounded
+time and memory; if the input has checksums, any result but the intact input's is a fault. Nothing may be executed or written.
 
-DIR gets the intact input and cases.jsonl, a line for each case; the same call goes on from there (a changed program needs a new
+DIR gets the intact input and cases.jsonl, a line for each case; the same command resumes from there (a changed program needs a new
 DIR). With the same DIR, `--case=READER:NUMBER` repeats a case and shows its whole error.
 """
 

@@ -20,13 +20,13 @@ from benchmarks.damage import damages
 from benchmarks.damage.readers import NO_FILES, READERS, Reader, Refusal
 from calm_jax.errors import UserError
 
-# Bounds of a case. A busy machine needs the more generous one of time; a second is usual.
+# Bounds of a case, in seconds and in bytes. A case usually takes a second; a busy machine needs the generous bound.
 _MOST_SECONDS = 60.0
 _MOST_MEMORY = 2**32
-# Characters of a line of error.
+# The longest line of error, in characters, and the number of lines of a traceback that are kept.
 _LONGEST = 1600
 _LINES_OF_ERROR = 12
-# What the readers print, and words in it of errors that no reader was told.
+# The file with everything that readers print, and words in it that mean that an error was printed instead of raised.
 _LOG, _OF_ERRORS = "log.txt", ("Traceback", "never retrieved")
 
 
@@ -35,12 +35,12 @@ class Case:
     """The outcome of a case.
 
     Attributes:
-      reader, number: name it.
-      kind: of the damage.
-      file: that was damaged.
+      reader, number: the name of the case: its reader, and its number among the reader's cases.
+      kind: the kind of the damage.
+      file: the damaged file.
       outcome: "right", "other" for another result without an error, "refused", or a fault.
-      detail: of a refusal or a fault.
-      seconds: that it took.
+      detail: the message of a refusal, or a description of a fault.
+      seconds: the time that the case took.
     """
 
     reader: str
@@ -94,7 +94,7 @@ def _read(reader: Reader, folder: pathlib.Path) -> tuple[str, Any]:
 
 
 class _Cases:
-    """A reader with its intact input, in a folder that has also what nobody may touch."""
+    """Runs the cases of one reader, on a copy of its intact input. No case may write to the folder `outside` beside it."""
 
     def __init__(self, name: str, root: pathlib.Path, seed: int):
         self._name, self._reader, self._seed = name, READERS[name], seed
@@ -116,7 +116,7 @@ class _Cases:
         outcome, self._right = _read(self._reader, self._folder)
         if outcome != "result":
             raise RuntimeError(f"{name}: the intact input is not read: {outcome}: {self._right}")
-        # Again, now that everything is compiled and imported.
+        # A second reading, now that everything is compiled and imported, must give the same result.
         _, again = _read(self._reader, self._folder)
         if again != self._right:
             raise RuntimeError(f"{name}: the intact input is read differently the second time")
@@ -132,7 +132,7 @@ class _Cases:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def _printed(self) -> str:
-        """What this process has printed since the last call; threads of a library may print after their case."""
+        """The output of this process since the last call; threads of a library may print after the end of their case."""
         sys.stderr.flush()
         with open(self._log, "rb") as log:
             log.seek(self._shown)
@@ -194,9 +194,9 @@ def _child(name: str, root: pathlib.Path, seed: int, numbers: list[int], pipe: i
 
 
 def _lines(pipe: int, process: int) -> Iterator[bytes | None]:
-    """The lines that a child writes; None, as the last one, if it takes too long for one, and is killed."""
+    """Yields the lines that a child process writes. A child that takes too long for a line is killed, and None is yielded last."""
     pending = b""
-    # It compiles before its first line.
+    # The child compiles before its first line.
     bound = 10 * _MOST_SECONDS
     while True:
         ready, _, _ = select.select([pipe], [], [], bound)
@@ -215,9 +215,9 @@ def _lines(pipe: int, process: int) -> Iterator[bytes | None]:
 
 
 def run(name: str, root: pathlib.Path, seed: int, numbers: list[int]) -> Iterator[Case]:
-    """Yields a `Case` for each number. A reader that ends its process, or hangs, has the others run in a new one."""
+    """Yields a `Case` for each number. If a case ends the process or hangs, the remaining cases run in a new process."""
     root.mkdir(parents=True, exist_ok=True)
-    # Drawn once, for all processes.
+    # Draws the JSON values before the fork, once for all child processes.
     damages.json_values()
     todo = list(numbers)
     while todo:

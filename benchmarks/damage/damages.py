@@ -1,4 +1,4 @@
-"""Ways to damage a file, each from a seeded generator of random numbers."""
+"""Ways to damage a file, each driven by a seeded generator of random numbers."""
 
 import functools
 import io
@@ -30,7 +30,7 @@ _NUMBERS = (
     *("9223372036854775808", "1" + "0" * 40, "9" * 5000, "true", "null", '"1"', "[]", "{}"),
 )
 _NOT_UTF8 = (b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"\x80", b"\xe2\x82")
-# A pickle that makes a file if it is loaded as Python's pickle is.
+# A pickle that runs a command, which makes a file, if it is loaded by Python's module pickle.
 _PROGRAM = b"cos\nsystem\n(S'touch executed'\ntR."
 
 
@@ -77,7 +77,7 @@ def _nodes(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _changed_json(data: bytes, chance: random.Random, change: Callable[[Any, Any], None]) -> bytes:
-    """JSON, or one line of JSON lines, with a change at a random place; other files with a value inserted as text."""
+    """Changes a random place of JSON, or of one line of JSON lines. Into other files, a value is inserted as text."""
     lines = [data]
     try:
         json.loads(data)
@@ -116,7 +116,7 @@ def _key(data: bytes, chance: random.Random) -> bytes:
 
 
 def _number(data: bytes, chance: random.Random) -> bytes:
-    """One number of a text, or a byte of other data, becomes another one, often an impossible one."""
+    """Replaces a number by another one, often an impossible one. Data without digits get changed bytes."""
     starts = [i for i, byte in enumerate(data) if byte in b"0123456789"]
     if not starts:
         return _flip(data, chance)
@@ -127,7 +127,7 @@ def _number(data: bytes, chance: random.Random) -> bytes:
 
 
 def _flip(data: bytes, chance: random.Random) -> bytes:
-    """One to four bytes, half of the time among the first 128, where headers are."""
+    """Changes one to four bytes, half of the time among the first 128, where headers are."""
     bad = bytearray(data or b"\0")
     longest = chance.choice([len(bad), min(len(bad), 128)])
     for _ in range(chance.randint(1, 4)):
@@ -162,7 +162,7 @@ def _swap(data: bytes, chance: random.Random) -> bytes:
 
 
 def _zeros(data: bytes, chance: random.Random) -> bytes:
-    """A part that the disk never wrote."""
+    """Replaces a part by zeros, as if the disk had never written it."""
     begin, end = _part(data, chance)
     return data[:begin] + bytes(end - begin) + data[end:]
 
@@ -178,7 +178,7 @@ def _utf8(data: bytes, chance: random.Random) -> bytes:
 
 
 def _deep(data: bytes, chance: random.Random) -> bytes:
-    """A hundred thousand levels of lists or objects: the whole, or one value of it."""
+    """Nests lists or objects a hundred thousand levels deep, as the whole file or as one value in it."""
     one = chance.choice([b"[", b'{"a":'])
     deep = one * 100_000
     if chance.random() < 0.5:
@@ -189,7 +189,7 @@ def _deep(data: bytes, chance: random.Random) -> bytes:
 
 
 def _characters(data: bytes, chance: random.Random) -> bytes:
-    """Characters that mean something to a parser."""
+    """Overwrites one to six bytes by characters that have a meaning for a parser."""
     bad = bytearray(data or b"\0")
     for _ in range(chance.randint(1, 6)):
         bad[chance.randrange(len(bad))] = chance.choice(
@@ -199,7 +199,7 @@ def _characters(data: bytes, chance: random.Random) -> bytes:
 
 
 def _archive(data: bytes, chance: random.Random) -> bytes:
-    """A zip archive with members that leave the folder, are programs, claim a huge size or are there twice."""
+    """Changes a zip archive: members with paths outside the folder, links, programs, huge members, or the same name twice."""
     members: dict[str, bytes] = {}
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -236,7 +236,7 @@ def _no_warnings():
 
 
 def _program(data: bytes, chance: random.Random) -> bytes:
-    """A pickle in the file's place, or within it."""
+    """Replaces the file, or its end, by a pickle that runs a command when it is loaded."""
     at = chance.choice([0, chance.randrange(len(data) + 1)])
     return _PROGRAM if not at else data[:at] + _PROGRAM
 
@@ -258,7 +258,7 @@ OF_BYTES: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "archive": _archive,
     "program": _program,
 }
-# What stands in the place of a file.
+# Kinds of damage that put something else in the place of a file.
 OF_FILES = ("gone", "folder", "endless", "pipe", "loop", "sparse", "other", "unreadable")
 
 
@@ -271,7 +271,7 @@ def replace(
       path: the file.
       kind: one of `OF_FILES`.
       others: files whose content may stand in its place.
-      chance: for the choice among them.
+      chance: the generator of random numbers for the choice among them.
     """
     content = chance.choice(others).read_bytes()
     path.unlink()

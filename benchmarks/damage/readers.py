@@ -1,4 +1,4 @@
-"""The readers of the package: for each of them intact files, and how they are read."""
+"""The readers of the package that get damaged input: for each, functions that write intact files and read them."""
 
 import collections
 import contextlib
@@ -58,8 +58,8 @@ class Reader:
       read: reads them; the result is compared with that of the intact files.
       damaged: the glob of the files that are damaged.
       is_checked: whether checksums must find every change: it is refused, or the result is that of the intact files.
-      without: kinds of damage that it is not given: pipes, where a flag may name one, and endless text, where text is streamed.
-      share: of the campaign's cases.
+      without: kinds of damage that are left out: pipes for a flag that may name one, and huge files for text that is streamed.
+      share: the reader's share of the campaign's cases, relative to the other readers'.
     """
 
     write: Callable[[pathlib.Path], None]
@@ -71,7 +71,7 @@ class Reader:
 
 
 def _workdir(folder: pathlib.Path) -> None:
-    """A workdir with all its files but the checkpoints."""
+    """Writes a workdir with all its files but the checkpoints."""
     model = tiny()
     model.tokenizer.save(folder / "tokenizer")
     Workdir(folder).store_config(model.config)
@@ -115,7 +115,7 @@ def _read_config(folder: pathlib.Path) -> str:
 
 
 def _read_records(folder: pathlib.Path) -> Any:
-    """What report, resumed training, a finished run, export's card and the planner's choice read."""
+    """Reads the files for the report, resumed training, the check for a finished run, the choice for memory and the model card."""
     workdir = Workdir(folder)
     page = web_report.page(workdir)
     log = MetricsLog(folder)
@@ -230,7 +230,7 @@ def _published(folder: pathlib.Path) -> None:
 
 
 def _read_published(folder: pathlib.Path) -> Any:
-    """All of a conversion but its writing."""
+    """Converts checkpoints, up to the writing of workdirs."""
     found = []
     for name in ("energy_k2", "ar"):
         tokenizer, config = find_tokenizer("bytes", folder / name)
@@ -284,7 +284,7 @@ def _texts(folder: pathlib.Path) -> None:
 
 
 def _read_texts(folder: pathlib.Path) -> Any:
-    """All files with bad records skipped; then again with an error for the first of them."""
+    """Reads all files, skipping bad records; then again, with an error for the first bad record."""
     left: collections.Counter = collections.Counter()
     files = find_files(f"{folder}/in/*", "data.train_files")
     found = [
@@ -406,7 +406,7 @@ def _port() -> int:
 
 
 def _ask(data: bytes) -> bytes:
-    """What the server answers to some bytes. A client whose request may be incomplete hangs up after half a second."""
+    """The server's response to some bytes. A client whose request may be incomplete hangs up after half a second."""
     with socket.create_connection(("127.0.0.1", _port())) as connection:
         connection.settimeout(50 if data.endswith((b"}", b"\r\n\r\n")) else 0.5)
         answer = b""
@@ -433,7 +433,7 @@ def _read_connections(folder: pathlib.Path) -> Any:
 
 
 def _command(name: str) -> Any:
-    """The module of a command, whose flags take the place of those that other commands have defined in this process."""
+    """Imports the module of a command. Its flags replace those that other commands have defined in this process."""
     if name not in sys.modules:
         for module, some in flags.FLAGS.flags_by_module_dict().items():
             for flag in some if not module.startswith("absl") else ():
@@ -442,14 +442,14 @@ def _command(name: str) -> Any:
 
 
 def _arguments(*lines: str) -> Callable[[pathlib.Path], None]:
-    """A command line, one argument a line."""
+    """A function that writes a command line to a file, one argument a line."""
     return lambda folder: (folder / "arguments.txt").write_text("\n".join(lines)) and None
 
 
 def _parsed(folder: pathlib.Path, parse: Callable[[list[str]], list[str]]) -> list[str]:
     """Parses the command line of a folder. Raises `Refusal` with the line of error."""
     text = (folder / "arguments.txt").read_bytes().decode("utf-8", "surrogateescape")
-    # A system's arguments have no zero bytes.
+    # The operating system passes no arguments with zero bytes.
     argv = ["command", *text.replace("\0", "").split("\n")]
     values, shown = flags.FLAGS, io.StringIO()
     values.unparse_flags()

@@ -1,1 +1,1 @@
-"""The suites of `python -m benchmarks`. Each has `cases(options)`: from the name of a case to a function that measures it."""
+"""The suites of `python -m benchmarks`. Each has `cases(options)`, which maps names of cases to functions that measure them."""

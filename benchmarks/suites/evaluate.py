@@ -1,6 +1,6 @@
 """The suite `eval`: one batch of an evaluation, loss and BrierLM, of CALM with the recipe's K and with K = 1, and of the baseline.
 
-FLOPs are not counted: no formula in `calm_jax.cost` is about an evaluation.
+FLOPs are not counted: `calm_jax.cost` has no formula for an evaluation.
 """
 
 import functools
@@ -18,7 +18,7 @@ from calm_jax.tasks import Batch, Params
 
 
 def cases(options: Options) -> Cases:
-    """CALM at the recipe's K and at K = 1, and the baseline; of a recipe of the baseline only the baseline."""
+    """CALM at the recipe's K and at K = 1, and the baseline. For a recipe of the baseline, only the baseline."""
     tree = options.tree
     trees = {"eval:softmax": variant(tree, "head=softmax")}
     if tree.lm.head.name != "softmax":

@@ -38,7 +38,7 @@ _TEMPERATURES = (1.0, 0.5)
 
 
 class _NoText(Tokenizer):
-    """For random parameters: every id decodes to no text, and no model generates eos, which would end a text early."""
+    """A tokenizer that decodes every id to no text, and whose eos no model generates, so that no text ends early."""
 
     kind = "none"
 
@@ -56,7 +56,7 @@ class _NoText(Tokenizer):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to generate; without a sampler where there is no choice."""
+    """A case of the suite; `sampler` is empty where there is no choice."""
 
     temperature: float
     batch: int
@@ -108,7 +108,7 @@ def cases(options: Options) -> Cases:
 
 
 def _model(config: Config, folder: str) -> Generator:
-    """The generator of a workdir, or one with fresh parameters, that writes no text."""
+    """The generator of a workdir, or one with fresh parameters; its tokenizer decodes to no text."""
     if folder:
         generator = Generator.load(folder)
         words = Vocabulary(generator.tokenizer.vocab_size, generator.tokenizer.pad_id)

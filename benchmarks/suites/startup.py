@@ -28,7 +28,7 @@ def cases(options: Options) -> Cases:
 
 
 def _process(stage: str, cache: pathlib.Path) -> Record:
-    """What a fresh process measured."""
+    """Runs a fresh process and returns its measurements."""
     keep_all = {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -46,13 +46,13 @@ def variant(tree: ConfigDict, arguments: str) -> ConfigDict:
     """A copy of a recipe with another head or chunk size (see `configs.common.variant`)."""
     tree = copy.deepcopy(tree)
     if arguments == "head=softmax":
-        # What the baseline does not have.
+        # Values that the config of a baseline may have, in place of CALM's.
         tree.stage, tree.autoencoder.checkpoint, tree.eval.skip_last_start = "all", "", False
     return common.variant(tree, arguments)
 
 
 def cases(options: Options) -> Cases:
-    """Every task and head; of a recipe of the baseline only the baseline; with a stage only this stage of the recipe."""
+    """Every task and head. For a recipe of the baseline, only the baseline; with --stage, only this stage of the recipe."""
     tree = options.tree
     if options.stage:
         return {
@@ -73,7 +73,7 @@ class Trained:
     """A stage's step with its arguments; `advance` takes one step and keeps the new state.
 
     Attributes:
-      mesh: of the local devices.
+      mesh: the mesh of the devices.
       step: the jitted step; it reuses the memory of the state.
       state, frozen, batch: its arguments.
     """

@@ -24,13 +24,13 @@ from calm_jax.interop.source import check_tokenizer
 from calm_jax.interop.weights import Weights
 from calm_jax.tasks import AutoencoderTask, LmTask
 
-# The checkpoint decides the recipe's `MODEL_KEYS`, but for these, which change no parameter.
+# The checkpoint decides the recipe's `MODEL_KEYS`, except these, which change no parameter.
 _FREE_KEYS = ("lm.model.remat", "lm.model.attention")
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The parameters of one stage.
+    """The parameters of one stage, and where they are in a published checkpoint.
 
     Attributes:
       stage: "autoencoder" or "lm".
@@ -48,7 +48,7 @@ class Part:
         return flax.traverse_util.flatten_dict(self.like, sep="/")[row.parameter].shape
 
 
-# A tensor, as its checkpoint and its name, and the tensor that it should be equal to.
+# A tensor and the tensor that it should be equal to, each as (checkpoint, name).
 Copy = tuple[tuple[Weights, str], tuple[Weights, str]]
 
 
@@ -58,8 +58,8 @@ class Plan:
 
     Attributes:
       architecture: `architectures[0]` in the checkpoint's config.json.
-      config: of the new workdir.
-      tokenizer: of the new workdir.
+      config: the config of the new workdir.
+      tokenizer: the tokenizer of the new workdir.
       parts: one for each stage.
       copies: pairs `((weights, name), (weights, name))` of a tensor that is no parameter and the tensor of a parameter
         that it should be a copy of.
@@ -93,7 +93,7 @@ def _recipe(
       base: the recipe; changed in place.
       sections: configs read from the checkpoint, by dotted name.
       overrides: the user's keys, by dotted name.
-      chunk_size: of the checkpoint's model.
+      chunk_size: the chunk size K of the checkpoint's model.
       context_chunks: the checkpoint's context length; 0 if it does not say.
 
     Raises:
@@ -136,7 +136,7 @@ def make_plan(
       folder: the checkpoint.
       autoencoder_folder: a language model's autoencoder; None to look for it as `ae_path` and inside the checkpoint.
       tokenizer: the model's tokenizer.
-      tokenizer_config: its section of the recipe.
+      tokenizer_config: the recipe's section `tokenizer` for it.
       recipes: the recipe for a model with an autoencoder (True) and without (False); changed in place.
       overrides: the user's keys of the recipe, by dotted name.
 
@@ -234,7 +234,7 @@ def _unused(
 def _should_equal(
     name: str, source: Weights, autoencoder: SourceAutoencoder | None
 ) -> Iterator[tuple[Weights, str]]:
-    """The tensors, if they exist, that a tensor should be a copy of."""
+    """Yields the tensors that a tensor should be a copy of; some of them may not exist."""
     same = [name, names.alias(name)]
     if name == "lm_head.weight":
         same.append("model.embed_tokens.weight")

@@ -3,10 +3,9 @@
     python -m calm_jax.interop.convert --source=SRC --workdir=DIR [--autoencoder=SRC] [--tokenizer=FILE] [--dry_run]
         [--config.KEY=VALUE ...]
 
-SRC is a folder with config.json and weights, or the name of a repository on the Hugging Face hub (of which --revision
-names a branch, a tag or a commit). The workdir can be
-evaluated, generated from and trained further; its recipe is the published recipe with the checkpoint's model and the
-given keys. DIR gets its name only when it is complete.
+SRC is a folder with config.json and weights, or the name of a repository on the Hugging Face hub (--revision names a
+branch, a tag or a commit of it). The workdir can be evaluated, generated from and trained further; its recipe is the
+published recipe with the checkpoint's model and the given keys. DIR gets its name only when it is complete.
 """
 
 import time
@@ -54,7 +53,7 @@ def main(argv: list[str]) -> None:
         refuse_existing(path)
     if _AUTOENCODER_REVISION.value and not _AUTOENCODER.value:
         raise UserError("--autoencoder_revision needs --autoencoder=owner/name")
-    # Only here: --help and bad flags do not wait for JAX.
+    # Imported here, so that --help and bad flags do not wait for JAX.
     from calm_jax.interop.conversion import make_plan
     from calm_jax.interop.converted import convert, print_notes, print_plan
     from calm_jax.interop.source import find_tokenizer, folder_of

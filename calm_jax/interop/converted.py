@@ -66,7 +66,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def print_notes(plan: Plan) -> None:
-    """Prints what a user should know of a conversion."""
+    """Prints the plan's notes, the number of copied tensors, and the names of the tensors that are not used."""
     for note in plan.notes:
         print(f"note: {note}")
     if plan.copies:

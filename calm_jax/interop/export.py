@@ -2,9 +2,9 @@
 
     python -m calm_jax.interop.export --workdir=DIR --target=OUT [--ae_path=PATH]
 
-OUT gets config.json, model.safetensors, the tokenizer's file and README.md, a model card to be completed. The checkpoint of a CALM model includes its
-autoencoder, which is also written to OUT/autoencoder: the published code loads it from `ae_path` in config.json, a path
-as seen from where that code will run. OUT gets its name only when it is complete.
+OUT gets config.json, model.safetensors, the tokenizer's file and README.md, a model card to be completed. The checkpoint of a
+CALM model includes its autoencoder, which is also written to OUT/autoencoder: the published code loads it from `ae_path` in
+config.json, a path as seen from where that code will run. OUT gets its name only when it is complete.
 """
 
 import time
@@ -27,7 +27,7 @@ _AE_PATH = flags.DEFINE_string(
 def main(argv: list[str]) -> None:
     folder = given_folder(_WORKDIR, "the folder of a trained run")
     target = given_folder(_TARGET, "the folder to make")
-    # Only here: --help and bad flags do not wait for JAX.
+    # Imported here, so that --help and bad flags do not wait for JAX.
     from calm_jax.interop.exported import AUTOENCODER_FOLDER, export
     from calm_jax.interop.published import not_carried_over
     from calm_jax.run.workdir import Workdir

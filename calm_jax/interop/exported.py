@@ -20,7 +20,7 @@ from calm_jax.run.workdir import Workdir
 from calm_jax.tasks import AutoencoderTask, LmTask
 from calm_jax.training import checkpoint
 
-# Of a language model's checkpoint, with its autoencoder.
+# The subfolder of an exported language model that holds its autoencoder.
 AUTOENCODER_FOLDER = "autoencoder"
 
 
@@ -67,7 +67,7 @@ def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
     """Writes the model of a workdir: the language model if it is trained, else the autoencoder.
 
     Args:
-      workdir: of the trained model.
+      workdir: the workdir of the trained model.
       target: folder to make.
       ae_path: folder of the autoencoder, as seen from where the published code will run.
 

@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what is known of it, and headings for what its author knows."""
+"""The README.md (model card) of an exported model: the facts in the workdir, and headings for its author to complete."""
 
 from calm_jax.config import Config
 from calm_jax.run import report
@@ -60,9 +60,9 @@ def model_card(workdir: Workdir, has_lm: bool, num_parameters: int, repository: 
     """The card as Markdown.
 
     Args:
-      workdir: of the exported model.
+      workdir: the workdir of the exported model.
       has_lm: whether the language model is in it, or the autoencoder alone.
-      num_parameters: of all that is exported.
+      num_parameters: the number of exported parameters.
       repository: the name of the exported folder.
     """
     config = workdir.config

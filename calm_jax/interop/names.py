@@ -154,7 +154,7 @@ def autoregressive_rows(config: TransformerConfig, tied: bool) -> list[Row]:
     """The table of the autoregressive baseline, which is Hugging Face's Llama.
 
     Args:
-      config: of the transformer.
+      config: the transformer's config.
       tied: whether one published tensor is both embedding and output; they are always two parameters here.
     """
     embedding = "model.embed_tokens.weight"
@@ -166,7 +166,7 @@ def autoregressive_rows(config: TransformerConfig, tied: bool) -> list[Row]:
 
 
 def energy_head_rows(num_blocks: int) -> list[Row]:
-    """The table of an energy head. The published file holds the head twice, as `generative_head.`, too."""
+    """The table of an energy head. The published file holds it twice, also under names that begin with `generative_head.`."""
 
     def block() -> Iterator[Row]:
         parameter, published = "head/blocks", "mlp_generator.mlp_blocks.{i}"

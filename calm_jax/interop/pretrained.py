@@ -30,7 +30,7 @@ def _place(row: names.Row, value: np.ndarray, mesh: Mesh) -> jax.Array:
 def _parameters(part: Part, mesh: Mesh, read: Callable[[int], None]) -> Params:
     """A stage's parameters on the mesh, read one after the other: at most one has a second copy in memory.
 
-    read: called with the number of numbers in each array that is read.
+    read: called with the number of elements of each array after it is read.
     """
     flat = {}
     for row in part.rows:
@@ -56,9 +56,9 @@ def read_stages(
     """The parameters of each stage of a planned conversion, on the mesh.
 
     Args:
-      plan: from `make_plan`.
-      mesh: of the parameters.
-      read: called with the number of numbers in each array that is read.
+      plan: the plan that `make_plan` returned.
+      mesh: the devices for the parameters.
+      read: called with the number of elements of each array after it is read.
 
     Raises:
       UserError: if weights are damaged.
@@ -81,11 +81,11 @@ def is_published(folder: pathlib.Path) -> bool:
 
 
 def load_pretrained(source: str, tokenizer: str = "", revision: str = "") -> Generator:
-    """A published language model, ready to continue prompts, on all devices that are here; nothing is written.
+    """Loads a published language model onto all available devices, ready to continue prompts. Writes no files.
 
     Args:
       source: a folder of a published checkpoint, or `owner/name` on the Hugging Face hub.
-      tokenizer: its file, or "bytes"; if empty, the one in the source's folder.
+      tokenizer: the tokenizer's file, or "bytes"; if empty, the tokenizer in the source's folder.
       revision: a branch, a tag or a commit of the repository; its main branch if empty.
 
     Raises:

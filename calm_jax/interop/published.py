@@ -43,7 +43,7 @@ class PublishedConfig:
     `config[key]` is the value of a key, and raises `UserError` if the key is missing.
 
     Attributes:
-      path: of the file, for messages.
+      path: the path of the file, for messages.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -141,14 +141,17 @@ class PublishedConfig:
             num_kv_heads=self.size("num_key_value_heads"),
             rope_theta=self._rope_theta(),
             rms_norm_epsilon=self.number("rms_norm_eps"),
-            # The published LayerNorms have it whatever config.json says.
+            # The published code hard-codes the epsilon of its LayerNorms.
             norm_epsilon=_LAYER_NORM_EPSILON,
             remat="auto",
             attention="auto",
         )
 
     def _rope_theta(self) -> float:
-        """The base of the rotary frequencies; newer versions of transformers have it in `rope_parameters`, too or only."""
+        """The base of the rotary frequencies.
+
+        Newer versions of transformers store it in `rope_parameters`, with or without a copy in `rope_theta`.
+        """
         if not self.has("rope_parameters"):
             return self.number("rope_theta")
         parameters = self["rope_parameters"]

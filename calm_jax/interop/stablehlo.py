@@ -61,9 +61,9 @@ def export_generation(
 
     Args:
       task: the language model.
-      config: of the run.
-      tokenizer: of the run.
-      shapes: of the parameters, by path: "lm/..." and "autoencoder/...".
+      config: the config of the run.
+      tokenizer: the tokenizer of the run.
+      shapes: shapes and dtypes of the parameters, by path: "lm/..." and "autoencoder/...".
       prompt: B and L.
       new_chunks: S.
       platforms: JAX's names of the platforms to lower for.

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     folder = pathlib.Path(argv[1])
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder")
-    # Only here: --help and bad flags do not wait for JAX.
+    # Imported here, so that --help and bad flags do not wait for JAX.
     from calm_jax.interop.parity.comparison import TOLERANCE, print_table, verify, worst_of_kind
 
     rows, unknown = verify(folder)

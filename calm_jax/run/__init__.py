@@ -3,6 +3,6 @@
 Begin with recipe.py: it trains both stages, scores them and writes samples. preflight.py checks, before a long run, all that
 can be checked; workdir.py reads and writes the folder; dataset.py packs the text for each stage; generator.py,
 continuous_batch.py and continuation.py turn prompts into text; report.py prints the tables, web_report.py writes
-report.html of what run_files.py reads. This folder may import every folder below it, from
+report.html from the files that run_files.py reads. This folder may import every folder below it, from
 planning and build down.
 """

@@ -1,7 +1,7 @@
 """Line charts as inline SVG, for report.html.
 
-matplotlib, which draws plane.png, is an extra, and its pictures have fixed colours; every run has a report, which follows
-the reader's light or dark mode by the style sheet of its page. Points show their numbers under the pointer.
+They do not use matplotlib, which is an optional dependency (for plane.png) and draws in fixed colours. Every run has a report,
+and the style sheet of its page adapts the charts to the reader's light or dark mode. A point shows its numbers under the pointer.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Series:
     """A line of a chart.
 
     Attributes:
-        name: for the legend.
+        name: the name in the legend.
         points: (x, y, standard error of y), in the order of the line. A point whose x or y is not finite is left out, and
             an error that is not finite is not drawn.
         labels: one for each point, drawn beside it, where all points are finite; empty for none.
@@ -49,7 +49,7 @@ def short(value: float) -> str:
 
 
 class _Axis:
-    """From values to pixels, and the ticks between."""
+    """An axis: maps values to pixels, on a linear or logarithmic scale, and chooses the ticks."""
 
     def __init__(self, values: Sequence[float], first: float, last: float):
         low, high = min(values), max(values)
@@ -157,7 +157,7 @@ def _line(one: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:
         error = point[2] if math.isfinite(point[2]) else 0.0
         shown = f"{one.name}: {short(point[1])} at {short(point[0])}"
         if error:
-            # The ends stay inside, also below 0 on a logarithmic axis.
+            # The ends of an error bar stay inside the chart, even if one is below 0 on a logarithmic axis.
             low = point[1] - error
             ends = [bottom if low <= 0 and point[1] > 0 else y_axis(low), y_axis(point[1] + error)]
             top, end = (min(max(end, _TOP), bottom) for end in reversed(ends))

@@ -1,4 +1,4 @@
-"""From sampled chunks to the text of one prompt, which ends at eos, at a stop string or after `max_tokens`."""
+"""Assembles sampled chunks to the text of one prompt, which ends at eos, at a stop string or after `max_tokens`."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ Prompt = str | Sequence[int]
 
 @dataclasses.dataclass
 class Continuation:
-    """The text that follows a prompt. While a stream is running, during streaming, the fields hold the text generated so far.
+    """The text that follows a prompt. During streaming, the fields hold what has been generated so far.
 
     Attributes:
       index: the prompt's place among all prompts of the call.
@@ -24,8 +24,9 @@ class Continuation:
       chunk_ends: `len(tokens)` after each chunk.
       draws, decoded, exact: one entry a chunk: latents drawn, tokens decoded, and whether the sampler was exact (see
         `calm_jax.sampling.search.Sampled`).
-      candidates, pool: where `sample.shown_candidates` asks for them, one entry a chunk: the most frequent chunks of the
-        pool that it was chosen from, `{"text", "tokens", "votes"}` each, and the draws of that pool; empty and 0 without a pool.
+      candidates, pool: one entry a chunk, if `sample.shown_candidates` asks for them: the most frequent chunks of the pool
+        that the chunk was chosen from, each as `{"text", "tokens", "votes"}`, and the number of draws in that pool; an empty
+        list and 0 for a chunk that was not chosen from a pool.
       seconds: one entry a chunk: seconds from when the prompt got a place in the batch until the host had the chunk. The
         first call includes compilation.
       finish: "eos", "stop", "length" (`max_tokens`) or "cancelled"; empty while text is still being generated.
@@ -57,14 +58,15 @@ def as_line(continuation: Continuation) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What one chunk adds to a streamed text.
+    """The part of a streamed text that one chunk adds.
 
     A stream withholds the end of a text while it may be the beginning of a stop string or an incomplete UTF-8
-    character, and yields it with a later piece. Of chunks that are generated in one call, the last may have the text of all.
+    character, and yields it with a later piece. If several chunks are generated in one call, the
+    piece of the last one may hold the text of all of them.
 
     Attributes:
       continuation: the continuation that grows; its `text` already contains this piece.
-      number: of the chunk, counted from 0.
+      number: the chunk's number in the continuation, counted from 0.
       text: the characters to show now; may be empty.
       is_last: whether the text ends with this piece.
     """
@@ -92,7 +94,7 @@ class Row:
       continuation: the result so far.
       ids: the prompt's token ids, with bos.
       options: how to sample.
-      seed: of the row's random numbers, together with the continuation's index.
+      seed: determines the row's random numbers, together with the continuation's index.
       began: `time.monotonic()` when the prompt got a place in the batch.
     """
 
@@ -131,7 +133,10 @@ class Row:
         return self.ids[:num_whole], self.ids[num_whole:]
 
     def padded(self) -> list[int]:
-        """The prompt's ids, padded to whole chunks as `prompt_alignment` says; "match", which comes here last, pads on the left."""
+        """The prompt's ids, padded to whole chunks as `prompt_alignment` says.
+
+        With "match", a prompt is padded only if its last chunk was not completed by a draw, and then on the left.
+        """
         pads = [self._tokenizer.pad_id] * (-len(self.ids) % self._chunk_size)
         pads_after = self.options.prompt_alignment == "pad"
         if pads:
@@ -144,8 +149,8 @@ class Row:
         Args:
           chunk: one row's chunk, with tokens [K].
           num_given: how many of its first tokens are the prompt's own.
-          shows: whether text is wanted now. If not, and if no stop string can end it, it comes with a later piece: decoding
-            the text anew for each chunk would take longer than a small model takes to generate it.
+          shows: whether this piece must have its text. If not, and if there are no stop strings to look for, the text comes with
+            a later piece: decoding the whole text again for each chunk would take longer than a small model takes to generate it.
         """
         to, options = self.continuation, self.options
         num_before = len(to.tokens)
@@ -162,7 +167,7 @@ class Row:
             text = self._decode_until_stop(num_before)
             if not to.finish:
                 text = text[: len(text) - _num_withheld(text, options.stop)]
-            # Characters that were shown are never taken back, also where the tokenizer decodes more tokens to fewer characters.
+            # Characters that were shown are never taken back, even if the tokenizer decodes more tokens to fewer characters.
             piece, self._num_shown = text[self._num_shown :], max(self._num_shown, len(text))
             to.text = text
         to.chunk_ends.append(len(to.tokens))
@@ -192,7 +197,7 @@ class Row:
         if not any(word in text for word in stop):
             return text
         to.finish = "stop"
-        # Token by token: of several stop strings in the chunk, the one that is complete first ends the text.
+        # Token by token: if the chunk completes more than one stop string, the one that is complete first ends the text.
         for size in range(num_before + 1, len(to.tokens) + 1):
             text = self._tokenizer.decode(to.tokens[:size])
             if any(word in text for word in stop):

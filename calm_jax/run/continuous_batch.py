@@ -1,6 +1,7 @@
-"""Continuous batching: `ContinuousBatch` continues many prompts together, and a place whose text ends takes the next prompt.
+"""Continuous batching: `ContinuousBatch` continues many prompts together, each in a place (a slot of the batch).
 
-P places of a batch, M prompts read together, L chunks of prompt, K tokens per chunk.
+A place whose text ends takes the next prompt. Axes of arrays: P places of a batch, M prompts read together, L chunks of a prompt,
+K tokens per chunk.
 """
 
 import collections
@@ -65,7 +66,7 @@ class ContinuousBatch:
 
     A continuation depends on its `Row` alone (seed, index, prompt and options), not on the other prompts, the place or the
     number of places. Prompts get places in the order of submission. A compiled program draws with one `SamplerConfig`, so
-    a prompt with another one waits, and those behind it with it, until the prompts before it are finished.
+    a prompt with another one, and all prompts behind it, wait until the prompts before it are finished.
 
     On a mesh the places are split over its `data` and `fsdp` axes. With several processes, all must make the same calls.
     """
@@ -93,13 +94,13 @@ class ContinuousBatch:
         self._ways = 1 if self._mesh is None else num_row_shards(self._mesh)
         self._waiting: collections.deque[Row] = collections.deque()
         self._rows: list[Row | None] = [None] * self._divisible(num_places)
-        # Of each place's random key; a place that was never used has some key.
+        # The data of each place's random key. A place that was never used has an arbitrary key.
         key_data = jax.random.key_data(jax.random.key(0))
         self._key_data_PX = np.tile(np.asarray(key_data), (len(self._rows), 1))
         self._reset()
 
     def _reset(self) -> None:
-        """Forgets the cache: its size and the sampler belong to the prompts that were there."""
+        """Drops the KV cache once no prompt is running. Its size and the sampler are chosen anew for the prompts that wait."""
         self._state: State | None = None
         self._cache_size = max(map(self._cache_size_of, self._waiting), default=0)
         self._num_steps = 0
@@ -126,7 +127,7 @@ class ContinuousBatch:
     def submit(self, row: Row) -> None:
         """Adds a prompt, to be continued by the next calls of `step`."""
         self._waiting.append(row)
-        # The lengths of all that wait count, so that the cache seldom has to grow while it is in use.
+        # The cache is made for the longest of the waiting texts, so that it seldom has to grow while it is in use.
         self._cache_size = max(self._cache_size, self._cache_size_of(row))
 
     def cancel(self, row: Row) -> None:
@@ -144,7 +145,7 @@ class ContinuousBatch:
             return self._fill() + self._decode(most)
 
     def _fill(self) -> list[Piece]:
-        """Gives free places to waiting rows; the pieces are those of the chunks that alignment "match" completed."""
+        """Gives free places to waiting rows. Returns the pieces of prompts' last chunks that alignment "match" completed."""
         pieces: list[Piece] = []
         while True:
             self._rows = [
@@ -177,7 +178,7 @@ class ContinuousBatch:
         return taken
 
     def _place(self, taken: list[Row], free: list[int]) -> list[Piece]:
-        """Reads the prompts of rows into the first of the free places."""
+        """Reads the prompts of rows into the first of the free places. Returns pieces as `_fill` does."""
         pieces, prompts = [], {}
         for row, completed in zip(taken, self._complete_prefixes(taken), strict=True):
             if completed is None:
@@ -245,7 +246,7 @@ class ContinuousBatch:
 
     @property
     def _ring_size(self) -> int:
-        """Chunks of a cache for texts of any length: the context, and a part of a prompt that is read at once."""
+        """The size in chunks of a cache for texts of any length: the context, and the part of a prompt that is read at once."""
         return (-(-self._max_chunks // _CHUNKS_PER_READ) + 1) * _CHUNKS_PER_READ
 
     def _cache_size_of(self, row: Row) -> int:

@@ -26,8 +26,8 @@ from calm_jax.data.shards import PreparedText, prepared_blocks
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 
-# At most so many training n-grams are counted for the frequency floor, which takes about 1 GB of memory. From a larger
-# text, evenly spaced blocks or documents are taken.
+# The frequency floor counts at most this many training n-grams, which takes about 1 GB of memory. Of a larger text, it
+# counts those of evenly spaced blocks or documents.
 _FLOOR_NGRAMS = 2**23
 
 
@@ -55,7 +55,7 @@ def read_corpus(config: Config) -> Corpus:
 
 
 class _InMemory:
-    """Documents and their token ids, without bos or eos. Either all have prompts, or they are running text.
+    """Documents and their token ids, without bos or eos. Either all documents have prompts, or none has (running text).
 
     Attributes:
         documents: the documents.
@@ -74,12 +74,12 @@ class _InMemory:
 
 
 class Dataset:
-    """The text of a run. Tokenised when it is made; packed when a stage's split is first asked for.
+    """The text of a run. It is tokenised when this object is made, and packed when a stage's split is first asked for.
 
     Args:
       config: the whole config.
       corpus: the documents and prepared text that `read_corpus` read.
-      tokenizer: the run's.
+      tokenizer: the run's tokenizer.
 
     Raises:
       UserError: if a folder of prepared text was made with another tokenizer.
@@ -184,11 +184,14 @@ class Dataset:
         return self._floor(train_N4, self.validation("lm"), config.eval.published)
 
     def equal_context_floor(self) -> brier.Score:
-        """The frequency floor of the equal-context protocol. Every K has the same one."""
+        """The frequency floor of the equal-context protocol. It is the same for every chunk size K."""
         return self._floor(self.training_ngrams(), self.windows(), self._config.eval.equal_context)
 
     def training_ngrams(self) -> np.ndarray:
-        """The n-grams of four tokens that start at every token of the training documents, [N, 4]."""
+        """The n-grams of four tokens that start at every token of the training documents, [N, 4].
+
+        Of a large text, only evenly spaced documents are used.
+        """
         num_tokens = sum(
             source.num_tokens if isinstance(source, PreparedText) else sum(map(len, source.encoded))
             for source in self._sources
@@ -203,7 +206,7 @@ class Dataset:
         return np.concatenate(train_N4)
 
     def check_scored(self) -> None:
-        """Raises `UserError` if the validation text has no n-gram to score; with prompts, only prints it."""
+        """Raises `UserError` if the validation text has no n-gram to score. For text with prompts, it prints a line instead."""
         config = self._config
         _, counted_BP4 = self._scored(self.validation("lm"), config.eval.published)
         if not counted_BP4[..., -1].any():
@@ -218,7 +221,7 @@ class Dataset:
     def _scored(
         self, blocks: BlockSource, protocol: brier.Protocol
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The n-grams that a protocol scores, [B, P, 4], and whether their first n tokens count, bool [B, P, 4]."""
+        """The n-grams that a protocol scores, [B, P, 4], and for n = 1 to 4 whether the first n tokens count, bool [B, P, 4]."""
         target_BT = blocks.targets(np.arange(len(blocks)))
         starts_P = protocol.starts(target_BT.shape[1], self._config.chunk_size)
         counted_BP4 = brier.counted(target_BT, starts_P, self._tokenizer.pad_id)

@@ -31,8 +31,8 @@ from calm_jax.tasks import LmTask, Params
 
 
 def mesh_here(config: Config, vocab_size: int) -> Mesh:
-    """The mesh for generation on all devices that are here. All processes must call it."""
-    # The same number in all processes.
+    """The mesh for generation on all available devices. All processes must call it."""
+    # The smallest memory of all processes, so that all of them make the same mesh.
     memory = min(multihost.all_gather(memory_here()))
     return make_mesh(generation_mesh(config, vocab_size, jax.device_count(), memory))
 
@@ -41,8 +41,9 @@ class Generator:
     """A trained language model, ready to continue prompts. Compiled programs are kept from call to call.
 
     Attributes:
-      task, params, frozen: the model; `task.bind(params, frozen)` is the `ChunkModel` that samplers use. params: kernels and
-        embeddings in the compute dtype. frozen: the parameters of the autoencoder, empty for the autoregressive baseline.
+      task, params, frozen: the model; `task.bind(params, frozen)` is the `ChunkModel` that samplers use. The kernels and
+        embeddings in `params` have the compute dtype. `frozen` has the parameters of the autoencoder, and is empty for the
+        autoregressive baseline.
       tokenizer: the model's tokenizer.
       options: the `sample` section of the model's config; `dataclasses.replace(options, ...)` changes some of them.
       max_chunks: the context, in chunks.
@@ -51,7 +52,7 @@ class Generator:
     def __init__(
         self, task: LmTask, params: Params, frozen: Params, tokenizer: Tokenizer, config: Config
     ):
-        # Cast once, not in every layer and chunk.
+        # Cast once here, instead of in every layer for every chunk.
         self.params = in_compute_dtype(params, config.compute_dtype)
         self.task, self.frozen = task, frozen
         self.tokenizer, self.options = tokenizer, config.sample
@@ -65,11 +66,11 @@ class Generator:
 
     @classmethod
     def load(cls, folder: str | pathlib.Path) -> "Generator":
-        """Loads the latest language model of a workdir onto all devices that are here, whatever mesh it was trained on.
+        """Loads the latest language model of a workdir onto all available devices, whatever mesh it was trained on.
 
         Each device holds all parameters, if they take at most half of its memory.
 
-        Raises `UserError` if the folder has none.
+        Raises `UserError` if the folder has no trained language model.
         """
         workdir = Workdir(local_path(str(folder), "folder"))
         multihost.check_same(workdir.facts)
@@ -118,7 +119,7 @@ class Generator:
           prompts: each is text, to which bos is prepended, or token ids, which are used as they are. An empty prompt
             is bos alone.
           options: how to sample; `self.options` if None.
-          seed: of all random numbers, in [0, 2**32).
+          seed: the seed of all random numbers, in [0, 2**32).
           stream: whether to give text while it is generated.
 
         Returns:
@@ -138,7 +139,7 @@ class Generator:
     def finish_each(
         self, prompts: Sequence[Prompt], options: SampleConfig | None = None, seed: int = 0
     ) -> Iterator[Continuation]:
-        """The continuations of `generate`, each when it is finished, so not in the order of the prompts."""
+        """Yields each continuation of `generate` when it is finished, so not in the order of the prompts."""
         rows = self.rows(prompts, options or self.options, seed)
         pieces = self._pieces(rows, CHUNKS_PER_CALL)
         return (piece.continuation for piece in pieces if piece.is_last)
@@ -152,7 +153,7 @@ class Generator:
             options.check_latent_head()
         if not 0 <= seed < 2**32:
             raise UserError(f"seed={seed} must be in [0, 2**32)")
-        # Several texts of one prompt encode it once.
+        # A prompt that is in the list more than once, as the same object, is encoded once.
         encoded: dict[int, list[int]] = {}
         rows = []
         for index, prompt in enumerate(prompts):
@@ -170,7 +171,7 @@ class Generator:
         """Continues rows that have the same options; the host sees their text every `chunks_per_call` chunks."""
         if not rows:
             return
-        # Similar numbers of prompts share compiled programs.
+        # A power of two, so that similar numbers of prompts share compiled programs.
         batch = self.batch(min(rows[0].options.batch_size, power_of_two(len(rows))))
         for row in rows:
             batch.submit(row)
@@ -180,13 +181,13 @@ class Generator:
             yield from pieces
 
     def describe(self, done: Sequence[Continuation], options: SampleConfig) -> str:
-        """One line about finished texts: the options that shaped them, the draws they took, how many are approximate."""
+        """One line about finished texts: sampling options, draws per chunk, and how many chunks are approximate."""
         parts = [f"temperature {options.temperature:g}"]
         if not self.has_autoencoder:
             return f"{parts[0]}, top_p {options.top_p:g}"
         num_chunks = sum(len(one.draws) for one in done)
         if options.temperature < 1 and options.sampler == "noise":
-            # Its law is not known, so there is nothing that a chunk could be exact for.
+            # The distribution that this sampler draws from is not known, so no chunk can be called exact.
             parts.append("sampler noise: 1 draw a chunk")
         elif options.temperature < 1 and num_chunks:
             draws = sum(sum(one.draws) for one in done)
@@ -239,8 +240,8 @@ class Generator:
 def sample_text(
     task: LmTask, params: Params, frozen: Params, tokenizer: Tokenizer, config: Config
 ) -> tuple[str, list[Continuation]]:
-    """The samples that end a training run, the prompts of `config.sample` continued: as text for samples.txt, and whole."""
-    # A prompt that is longer than the model's context must not end a run.
+    """Continues the prompts of `config.sample` at the end of training. Returns the text of samples.txt, and the continuations."""
+    # A prompt that is longer than the model's context must not end the run with an error.
     options = dataclasses.replace(config.sample, long_context="slide")
     generator = Generator(task, params, frozen, tokenizer, config)
     done = generator.generate(options.prompts, options, config.seed)

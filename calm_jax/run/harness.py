@@ -18,8 +18,8 @@ from calm_jax.run.generator import Generator
 from calm_jax.run.workdir import Workdir
 from calm_jax.sampling.config import SampleConfig
 
-# What a task means that does not say otherwise: as many new tokens as from the harness's own models, and of a prompt that is
-# too long for the model its end.
+# Defaults for tasks that do not set these options: as many new tokens as the harness's own models generate, and only the last
+# chunks of a prompt that is longer than the model's context.
 _CONVENTIONS = {"max_tokens": 256, "long_context": "slide"}
 
 
@@ -43,14 +43,14 @@ class HarnessModel(LM):
 
         Args:
           workdir: the run.
-          seed: of all random numbers, in [0, 2**32).
+          seed: the seed of all random numbers, in [0, 2**32).
           batch_size: prompts continued together; with 1, the harness's default, and "auto", the run's `sample.batch_size`.
-          max_batch_size, device: not used, but given by the harness. The model is on all devices that are here.
+          max_batch_size, device: the harness passes them, and they are ignored. The model is on all available devices.
           **sample: values for keys of the run's section `sample`, such as `temperature=0.5`. The defaults of `max_tokens`
             and `long_context` are 256 and "slide".
 
         Raises:
-          UserError: if there is no such model, or a value that it cannot have.
+          UserError: if there is no such model, or an option has a value that is not allowed.
         """
         super().__init__()
         if not workdir:
@@ -74,7 +74,7 @@ class HarnessModel(LM):
         groups: dict[tuple[str, SampleConfig], list[int]] = collections.defaultdict(list)
         for place, request in enumerate(requests):
             groups[request.task_name or "", self._options(request)].append(place)
-        # Checks all prompts; a text is generated when it is asked for.
+        # `finish_each` checks the prompts here, and generates a text when the loop below asks for it.
         running = []
         for (_, options), places in groups.items():
             prompts = [requests[place].args[0] for place in places]
@@ -100,7 +100,7 @@ class HarnessModel(LM):
 
     @property
     def tokenizer_name(self) -> NoReturn:
-        """Asked for with a chat template. Raises `UserError`: models of calm_jax have none."""
+        """The harness reads it only to apply a chat template. Raises `UserError`: models of calm_jax have none."""
         raise UserError(
             "--apply_chat_template needs a chat template, which models of calm_jax do not have: leave it out"
         )

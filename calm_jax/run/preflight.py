@@ -42,9 +42,9 @@ _NOT_COMPARED = {
 def _check_fits(
     key: str, config: Config, tokenizer: Tokenizer, source: Workdir, with_lm: bool
 ) -> None:
-    """Raises `UserError` unless `source`, the workdir that the config key `key` names, has this recipe's models.
+    """Raises `UserError` unless the models in `source`, the workdir that the config key `key` names, are those of this recipe.
 
-    with_lm: compare the language model, too; else the autoencoder alone.
+    with_lm: whether to compare the language model, too; else only the autoencoder is compared.
     """
     theirs = source.config
     ours_and_theirs: dict[str, tuple[Any, Any]] = {
@@ -65,7 +65,7 @@ def _check_fits(
         compare("lm.head", config.lm.head, theirs.lm.head)
         compare("lm.model", config.lm.model, theirs.lm.model)
         weights = config.lm.token_loss_weight, theirs.lm.token_loss_weight
-        # The weight's size is free, but not whether the auxiliary network is there.
+        # Two positive weights may differ. If one is 0, only the other model has the auxiliary network.
         if not all(weights):
             ours_and_theirs["lm.token_loss_weight"] = weights
     for name, (ours, other) in ours_and_theirs.items():
@@ -224,7 +224,7 @@ def begin(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Data
     Args:
       config: the recipe.
       workdir: the folder of the run; may not exist yet.
-      overwrite: whether to delete a run that is there.
+      overwrite: whether to delete a run that is already in the workdir.
       mesh: the devices, set with `jax.set_mesh`.
 
     Raises:

@@ -33,18 +33,18 @@ from calm_jax.training.loop import Profile, Stage, Trainer, training_key
 
 
 class Run:
-    """What the stages of a run share.
+    """The objects that all stages of a run share.
 
     Attributes:
-      config, workdir, mesh, text: of the run; `text` is its `Dataset`.
-      tokenizer: that of the workdir.
+      config, workdir, mesh, text: the config, workdir, mesh and `Dataset` of the run.
+      tokenizer: the tokenizer of the workdir.
       log: the metrics of all stages.
     """
 
     def __init__(self, config: Config, workdir: Workdir, mesh: Mesh, text: Dataset):
         self.config, self.workdir, self.mesh, self.text = config, workdir, mesh, text
         self.tokenizer = workdir.tokenizer
-        # All processes must make it at the same place: process 0 broadcasts the records that it has read.
+        # A collective operation, which all processes must reach: process 0 broadcasts the records that it has read.
         self.log = MetricsLog(workdir.path)
 
     @functools.cached_property
@@ -78,7 +78,7 @@ class Run:
         Args:
           name: "autoencoder" or "lm".
           frozen: the parameters of the autoencoder, for stage 2.
-          evaluator: of the stage, for evaluations during training.
+          evaluator: the evaluator of the stage, for evaluations during training.
           profile: the steps to trace.
 
         Returns:
@@ -121,23 +121,26 @@ class Run:
                 about,
                 profile,
             )
-            # One of several processes exits here if it fails: `close` would wait for the others to finish a save.
+            # In a multi-process run, a process that fails exits here: `close` would wait for the others to finish a save.
             with multihost.exit_on_failure():
                 return trainer.run()
         finally:
             checkpointer.close()
 
     def _fitted(self, name: str, frozen: Params) -> tuple[Config, jax.stages.Compiled | None]:
-        """The recipe with values for the automatic keys of a stage, and its step if that had to be compiled to choose them.
+        """Chooses values for the automatic keys of a stage (`training.accumulation_steps=0` and `lm.model.remat="auto"`).
 
         A resumed run on the same devices takes the stored values, so that it computes the same numbers.
+
+        Returns:
+          The recipe with the chosen values, and the compiled training step; None in its place if the choice compiled nothing.
         """
         config, workdir, mesh = self.config, self.workdir, self.mesh
         if not fitting.is_automatic(config, name):
             return config, None
         step = multihost.broadcast(checkpoint.latest_step(workdir.checkpoints(name)))
         if step is not None and step >= getattr(config, name).training.num_steps:
-            # No step is left, and any choice will do.
+            # The stage has no step left to train, so any choice will do.
             vocab_size = self.tokenizer.vocab_size
             return fitting.candidates(config, name, mesh, vocab_size, rates=None)[0], None
         devices = {
@@ -150,7 +153,7 @@ class Run:
         if chosen is not None:
             return fitting.with_choice(config, chosen), None
         key = training_key(config.seed, name)
-        # Blocks of records may be shorter than the recipe's, and the step is compiled for one shape.
+        # Blocks of records with prompts may be shorter than the recipe's block_tokens, and the step is compiled for one shape.
         section = getattr(config, name)
         data = dataclasses.replace(section.data, block_tokens=self.text.training(name).block_tokens)
         packed = dataclasses.replace(config, **{name: dataclasses.replace(section, data=data)})
@@ -192,7 +195,7 @@ class Run:
                     )
             else:
                 way_out = "train it longer (autoencoder.training.num_steps), or lower that key"
-            # The curves show what more steps may bring.
+            # The curves in the report show whether more steps would help.
             multihost.write_once(lambda: web_report.try_to_write(self.workdir))
             raise multihost.AgreedError(
                 f"the autoencoder gets {accuracy:.2%} of the held-out tokens right, less than autoencoder.min_accuracy="
@@ -206,11 +209,11 @@ def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Pro
     Args:
       config: the recipe.
       workdir: the folder of the run; may not exist yet.
-      overwrite: whether to delete a run that is there.
+      overwrite: whether to delete a run that is already in the workdir.
       profile: the steps to trace.
 
     Raises:
-      UserError: for bad input; what is found before training leaves the workdir unchanged.
+      UserError: for bad input. Errors that are found before training starts leave the workdir unchanged.
     """
     preflight.check_command(config, workdir, "overwrite" if overwrite else "train")
     if multihost.broadcast(
@@ -275,7 +278,8 @@ def _train_and_report(run: Run, profile: Profile) -> None:
         if seconds:
             results[name] = {**results[name], "training_seconds": seconds}
     text = json.dumps(nan_to_none(results), indent=2) + "\n"
-    # results.json ends the run: nothing would write records again that a power cut takes after it.
+    # results.json marks the run as finished. The log must be on the disk before it: records that a power cut destroys would not
+    # be written again.
     run.log.sync()
     multihost.write_once(lambda: write_atomically(workdir.results_path, text))
     multihost.write_once(lambda: web_report.try_to_write(workdir))
@@ -285,8 +289,8 @@ def _train_and_report(run: Run, profile: Profile) -> None:
 def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
     """Scores the models of a workdir by the config's `eval` section; prints a table and appends to evaluations.jsonl.
 
-    Returns the scores of each stage by name, with the floors and the plane that go with them. Raises `UserError` if the
-    config does not fit the workdir.
+    Returns the scores by name: those of each stage and of the equal-context protocol, the frequency floors, and the
+    accuracy-diversity plane, as far as workdir and config have them. Raises `UserError` if the config does not fit the workdir.
     """
 
     def check() -> Mesh:
@@ -294,7 +298,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
         if config.eval.temperatures:
             report.check_drawable()
             tradeoff.ways(config.eval, config.sample.sampler_config, config.has_autoencoder)
-        # Whatever mesh the run had, its scores can be computed on the devices that are here.
+        # The number of devices may differ from that of the training: the config's mesh is adapted to it.
         ours = adapted(config.mesh, jax.device_count())
         mesh = make_mesh(ours)
         if ours != config.mesh:
@@ -313,7 +317,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
     preflight.check_command(config, workdir, "eval")
     mesh = multihost.run_on_all(check)
     multihost.check_same(workdir.facts)
-    # The record of an evaluation is written at its end; a folder that cannot be written is refused here.
+    # Owning the workdir refuses, before the evaluation, a folder to which its record could not be written afterwards.
     with jax.set_mesh(mesh), multihost.entered_once(workdir.owned()):
         text, corpus = multihost.run_on_all(read)
         multihost.check_same(lambda: preflight.text_facts(corpus))
@@ -334,12 +338,12 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
 
 
 def _score(run: Run) -> dict[str, Mapping]:
-    """The scores of every stage that a workdir has, by name, and the floors and the plane that go with them."""
+    """The scores that `run_evaluation` returns."""
     config, workdir = run.config, run.workdir
     has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
     # Records with prompts have no equal-context score: the prompt is the context.
     has_equal_context = has_lm and not config.data.prompt_field
-    # Made first, as it refuses a context that is longer than the text.
+    # Made before anything is scored, because it refuses a context that is longer than the text.
     equal_context = run.equal_context_evaluator() if has_equal_context else None
     results: dict[str, Mapping] = {}
     frozen: Params = {}

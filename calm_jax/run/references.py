@@ -1,4 +1,4 @@
-"""The places of a workdir's equal-context evaluation, and samples of a workdir's model at such places."""
+"""The positions in the text that a workdir's equal-context evaluation scores, and samples of a model at such positions."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -14,23 +14,25 @@ from calm_jax.evaluation.samples import Reference, Sample
 from calm_jax.run.dataset import Dataset
 from calm_jax.run.generator import Generator
 
-# Tokens of what is scored as text: more than four, as those that follow may change how its end is tokenised.
+# Tokens of a continuation that is scored as text. They are more than the four that are scored, because how the end of a text is
+# tokenised depends on the text after it.
 _TEXT_TOKENS = 16
 
 
 def references(
     config: Config, text: Dataset, tokenizer: Tokenizer, most: int
 ) -> tuple[list[Reference], int]:
-    """The places that `--mode=eval` scores at equal context, with the context that the model has there.
+    """The positions that `--mode=eval` scores at equal context, with the context that the model has there.
 
     Args:
-        config: whose section `eval` has the protocol.
+        config: the config, whose section `eval` has the protocol.
         text: the text of the run.
-        tokenizer: its tokenizer.
-        most: the number of places to give, evenly spaced among all; 0 for all.
+        tokenizer: the tokenizer of the run.
+        most: the largest number of positions to return, evenly spaced among all; 0 for all.
 
     Returns:
-        The references, and the number of all places. Those of one window are a block, as in `--mode=eval`.
+        The references, and the number of all positions. The references in one window have the same `block`, because their scores
+        depend on each other; `--mode=eval` groups them in the same way.
     """
     blocks, pad_id = text.windows(), tokenizer.pad_id
     target_BT = blocks.targets(np.arange(len(blocks)))
@@ -58,7 +60,7 @@ def references(
 
 
 def have_tokens_of(tokenizer: Tokenizer, references: Sequence[Reference]) -> bool:
-    """Whether the tokens of all references are those of a tokenizer."""
+    """Whether all references have tokens of this tokenizer."""
     return all(one.tokenizer == tokenizer.fingerprint for one in references)
 
 
@@ -70,10 +72,18 @@ def samples_of(
     seed: int,
     done: Callable[[int], None],
 ) -> list[list[Sample]]:
-    """Samples of a workdir's model, after the references' context tokens where those are of its tokenizer, else after their text.
+    """Draws `num_samples` continuations of the context of each reference.
 
-    as_text: whether the samples are texts; else tokens of the model's tokenizer.
-    done: called with the number of references that are done.
+    Args:
+        generator: the model. It reads the context tokens of the references if all of them are of its tokenizer, else their text.
+        references: the positions.
+        as_text: whether the samples are texts; else they are tokens of the model's tokenizer.
+        num_samples: the number of samples at each position.
+        seed: seed of all random numbers, in [0, 2**32).
+        done: called with the number of references that are done.
+
+    Returns:
+        The samples of each reference, in the order of the references.
     """
     tokenizer = generator.tokenizer
     options = dataclasses.replace(

@@ -94,7 +94,7 @@ def rows(results: Mapping[str, Mapping], config: Config, workdir: Workdir) -> li
                 for kind in ("token", "chunk")
             ]
         else:
-            # A head that was added from outside the package is not in the table.
+            # A head that was added from outside the package is not in `_LOSSES`.
             kind = _LOSSES.get(config.lm.head.name, "as the head defines it")
             loss = f"  validation loss ({kind})"
             shown += [(loss, _number(values["loss"])), *_scores(results, "lm", "floor")]
@@ -193,7 +193,7 @@ def check_drawable() -> None:
 def plane_lines(plane: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """The points of each sampler, from high temperatures to low ones.
 
-    The line of every sampler of a latent head begins at T = 1, the model itself.
+    The line of every sampler of a latent head begins at T = 1, where samples are plain draws of the model.
     """
     points = plane["points"]
     own = [point for point in points if point["sampler"] == "model" and point["temperature"] == 1]

@@ -1,4 +1,4 @@
-"""What the files of a run say, for its report.
+"""Reads the files of a workdir for its report.
 
 Files may be damaged or edited. Records that are incomplete, or whose values have other types than those that a run writes, are
 left out, and counted.
@@ -15,12 +15,12 @@ from calm_jax.cli.files import read_file
 from calm_jax.run.workdir import Workdir
 from calm_jax.training.log import is_number, read_records
 
-# With their titles.
+# The stages, with the titles of their sections in the report.
 STAGES = {"autoencoder": "Autoencoder", "lm": "Language model"}
 _BRIER = {
     f"brier{name}{error}" for name in ("lm", "_1", "_2", "_3", "_4") for error in ("", "_error")
 }
-# The numbers that each of a run's results must have to be shown.
+# The numbers that an entry of results.json or evaluations.jsonl needs; an entry that lacks one is not shown.
 _NEEDED = {
     "autoencoder": {
         f"{kind}_accuracy_from_{what}" for kind in ("token", "chunk") for what in ("sample", "mean")
@@ -30,21 +30,21 @@ _NEEDED = {
     "equal_context": {"ngrams", *_BRIER},
     "equal_context_floor": _BRIER,
 }
-# Those that are shown where they are there, and those of all that must be finite.
+# Optional numbers of an entry, and the numbers that must be finite.
 _WELCOME = ("step", "training_seconds")
 _FINITE = (*_WELCOME, "ngrams")
 
 
 class RunFiles:
-    """What a workdir's files hold; missing ones are empty.
+    """The content of a workdir's files. A missing file counts as empty.
 
     Attributes:
-      workdir, config: of the run.
-      records: of metrics.jsonl.
-      results: of results.json, those that are complete.
-      evaluations: of evaluations.jsonl, each with its complete results.
-      samples: of samples.jsonl.
-      left_out: a sentence for each file of which something is not shown.
+      workdir, config: the workdir of the run and its config.
+      records: the records of metrics.jsonl.
+      results: the complete entries of results.json, by name.
+      evaluations: for each line of evaluations.jsonl, its complete entries by name, and the whole record.
+      samples: the continuations in samples.jsonl.
+      left_out: a sentence for each file with incomplete or damaged parts, which are not shown.
     """
 
     def __init__(self, workdir: Workdir):
@@ -86,7 +86,7 @@ class RunFiles:
         return [stage for stage in STAGES if stage in found]
 
     def of(self, stage: str, split: str) -> list[dict]:
-        """The records of a stage: of training, or of validation, on a part of the split or all of it."""
+        """The log records of a stage. `split`: "train", or "validation" for validation on the whole split or a part of it."""
         return [
             record
             for record in self.records
@@ -101,7 +101,7 @@ class RunFiles:
     def points(
         self, stage: str, split: str, metric: str, x: Callable[[int], float] = float
     ) -> list[tuple[float, ...]]:
-        """(x, value, standard error) of a metric, NaN where there is none; `x` is computed of the step."""
+        """(x, value, standard error) of a metric in each record, NaN where unknown; the function `x` computes x from the step."""
         return [
             (
                 x(record["step"]),
@@ -113,12 +113,12 @@ class RunFiles:
         ]
 
     def latest(self) -> dict[str, Any]:
-        """The results of training, with those of the latest evaluation over them."""
+        """The results of training by name, updated by those of the latest evaluation."""
         scored, _ = self.evaluations[-1] if self.evaluations else ({}, {})
         found = self.results | {
             name: self.results.get(name, {}) | values for name, values in scored.items()
         }
-        # Only those of training have the step.
+        # The table shows the step of a trained stage, which an edited file may lack.
         return {
             name: values
             for name, values in found.items()
@@ -133,7 +133,7 @@ class RunFiles:
 
     @functools.cached_property
     def clocks(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Of each stage, steps in order, and the seconds of training up to each."""
+        """For each stage, the logged steps in ascending order from 0, and the seconds of training up to each of them."""
         clocks = {}
         for stage in STAGES:
             seconds = {
@@ -152,7 +152,7 @@ def as_float(value: float | None) -> float:
 
 
 def _results(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The complete ones of the results in a record, by name."""
+    """The complete entries of a record, by name: those with all numbers of `_NEEDED`, of the right types."""
     found = {}
     for name, needed in _NEEDED.items():
         values = record.get(name)
@@ -184,7 +184,7 @@ def _are_ints(values: Any, most: int) -> bool:
 
 
 def _is_whole(record: dict[str, Any]) -> bool:
-    """Whether everything that a record has of results is complete."""
+    """Whether all entries of a record, and its plane if it has one, are complete."""
     has_plane = "plane" not in record or _is_plane(record["plane"])
     return has_plane and record.keys() & _NEEDED.keys() == _results(record).keys()
 
@@ -206,13 +206,13 @@ def _is_point(point: Any) -> bool:
         and isinstance(point["sampler"], str)
         and is_number(point["temperature"])
         and is_number(point["candidates"])
-        # Without a context to score there are no numbers.
+        # None: there was no context to score.
         and all(point[name] is None or is_number(point[name]) for name in measured)
     )
 
 
 def text_of(path: pathlib.Path) -> str:
-    """The text of a file, nothing if it is missing."""
+    """The text of a file; empty if it cannot be read."""
     try:
         return read_file(path).decode("utf-8", "replace")
     except OSError:
@@ -229,7 +229,7 @@ def _json_lines(path: pathlib.Path) -> list[dict]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The JSON object that a text is; an empty one if it is none."""
+    """Parses a text as a JSON object. Returns an empty dict for any other text."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -17,7 +17,7 @@ from calm_jax.run.workdir import Workdir
 
 @dataclasses.dataclass(frozen=True)
 class _Axis:
-    """What runs are compared over: `of` gives it for a run, a stage and a step."""
+    """A quantity on the horizontal axis of a chart; `of` computes it from a run, a stage and a step."""
 
     label: str
     of: Callable[[RunFiles, str, int], float]
@@ -34,7 +34,7 @@ def _flops(run: RunFiles, stage: str, step: int) -> float:
 
 
 def _seconds(run: RunFiles, stage: str, step: int) -> float:
-    """Seconds of training up to a step: those of the last record before it, and of a part of the next."""
+    """Seconds of training up to a step, interpolated linearly between the records of the log."""
     return float(np.interp(step, *run.clocks[stage]))
 
 
@@ -62,18 +62,18 @@ _COMPARED = (
 
 @dataclasses.dataclass(frozen=True)
 class _Arm:
-    """Runs that differ in their seed alone."""
+    """An arm of the comparison: runs that differ in their seed alone."""
 
     name: str
     runs: Sequence[RunFiles]
 
     @property
     def stage(self) -> str:
-        """The one that its line of the table is about."""
+        """The stage that the arm's row of the table is about."""
         return "autoencoder" if self.runs[0].stages() == ["autoencoder"] else "lm"
 
     def line(self, stage: str, split: str, metric: str, axis: _Axis) -> list[tuple[float, ...]]:
-        """`RunFiles.points`; of several runs, the means with their standard errors over the seeds."""
+        """The `RunFiles.points` of a single run; for more runs, the means with their standard errors over the seeds."""
         lines = [
             {
                 step: (axis.of(run, stage, int(step)), value, error)
@@ -92,12 +92,12 @@ class _Arm:
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of several values, and its standard error."""
+    """The mean of two or more values, and its standard error."""
     return float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values)))
 
 
 def by_name(workdirs: Sequence[Workdir]) -> dict[str, list[Workdir]]:
-    """Each run by itself, by the name of its folder, or by its path where names are equal."""
+    """The runs as arms of one run each, named by their folders, or by their paths if two folders have the same name."""
     names = [workdir.path.resolve().name for workdir in workdirs]
     if len(set(names)) < len(names):
         names = [str(workdir.path) for workdir in workdirs]
@@ -107,8 +107,8 @@ def by_name(workdirs: Sequence[Workdir]) -> dict[str, list[Workdir]]:
 def comparison(workdirs: Mapping[str, Sequence[Workdir]]) -> str:
     """A page that compares runs over steps, tokens, FLOPs and seconds. Raises `UserError` if a folder is no workdir.
 
-    workdirs: by name, one run or several that differ in their seed alone. Several are one line of each chart: their mean, with
-        the standard error over the seeds.
+    workdirs: the arms by name. An arm with more than one run, which must differ in their seed alone, is one line of each chart:
+        their mean, with the standard error over the seeds.
     """
     arms = _arms(workdirs)
     parts = []
@@ -171,7 +171,8 @@ SUMMARY = (
 def summary(workdirs: Mapping[str, Sequence[Workdir]]) -> list[Sequence[str]]:
     """The rows of the table of `comparison`, under `SUMMARY`: means over seeds with their standard errors.
 
-    Of one run, the standard error of BrierLM is that of the evaluation. FLOPs and seconds are those of the stage that the row is about.
+    For an arm of one run, the standard error of BrierLM is that of the evaluation. FLOPs and seconds are those of the stage that
+    the row is about.
     """
     return [_row(arm) for arm in _arms(workdirs)]
 
@@ -193,7 +194,7 @@ def _row(arm: _Arm) -> Sequence[str]:
 
     def score(key: str) -> str:
         found = [results[key] for results in latest if key in results]
-        # The floor is that of the text, and has no seed.
+        # The floor depends on the text alone, not on the seed.
         if len(found) < 2 or key == "floor":
             return report.brier_columns(found[0])[0] if found else ""
         mean, error = _mean([as_float(one["brierlm"]) for one in found])

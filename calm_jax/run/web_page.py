@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from calm_jax.run.charts import NUM_COLOURS
 
-# Characters of all samples, and of the config and other texts, that a page shows at most.
+# A page shows at most this many characters of all samples together, and of each folded text, such as the config.
 MOST_CHARACTERS = 60_000
 
 _STYLE = (

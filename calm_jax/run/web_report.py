@@ -17,7 +17,8 @@ _COST = (
     ("tokens a second", "train", ("tokens_per_second",)),
     ("peak memory, bytes", "train", ("peak_memory_bytes",)),
 )
-# Each chart of a stage: its title, the split, the metrics that share it. What is in none has a chart of its own.
+# The charts of each stage: title, split, and the metrics that are drawn together. A metric that is in none of them gets a chart
+# of its own.
 _CHARTS = {
     "autoencoder": (
         ("training loss", "train", ("loss", "cross_entropy")),
@@ -93,7 +94,7 @@ def _stage_section(run: RunFiles, stage: str) -> str:
 
 
 def _samples(run: RunFiles) -> str:
-    """The samples with the boundaries of their chunks; older workdirs have their text alone."""
+    """The samples with the boundaries of their chunks; older workdirs have no samples.jsonl, and only the text is shown."""
     if not run.samples:
         text = text_of(run.workdir.samples_path)
         return f"<pre>{html.escape(text[:MOST_CHARACTERS])}</pre>" if text else ""
@@ -106,7 +107,7 @@ def _samples(run: RunFiles) -> str:
         chunks, shown = [], ""
         for number, end in enumerate(ends):
             text = tokenizer.decode(one["tokens"][:end])
-            # A character may have bytes of two chunks: it is shown with the second.
+            # The bytes of a character may be split over two chunks: the character is shown with the second.
             text = text if end == ends[-1] else text.rstrip("\ufffd")
             kind = "odd" if number % 2 else "even"
             chunks.append(f'<span class="{kind}">{html.escape(text[len(shown) :])}</span>')
@@ -199,13 +200,13 @@ def page(workdir: Workdir) -> str:
 
 
 def write(workdir: Workdir) -> pathlib.Path:
-    """Writes report.html of a workdir, which appears when it is complete."""
+    """Writes report.html of a workdir and returns its path. The file appears only when it is complete."""
     write_atomically(workdir.report_path, page(workdir))
     return workdir.report_path
 
 
 def try_to_write(workdir: Workdir) -> None:
-    """Writes report.html; prints a line where that fails, because a report must not end a run whose results are there."""
+    """Writes report.html. An error is printed and not raised, because a report must not fail a run that has its results."""
     try:
         write(workdir)
     except Exception as error:

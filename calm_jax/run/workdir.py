@@ -2,7 +2,7 @@
 
 config.json            the resolved config
 tokenizer/             the tokenizer and its fingerprint
-memory.json            the choice of training.accumulation_steps=0 and lm.model.remat=auto, and the devices it is for
+memory.json            values chosen for training.accumulation_steps=0 and lm.model.remat=auto, and the devices they are for
 corpus.json            size and fingerprint of the text that was trained on
 converted.json         in place of corpus.json: where converted parameters come from
 autoencoder/, lm/      checkpoints of the two stages
@@ -11,7 +11,7 @@ metrics.jsonl          training and validation metrics; the same in tensorboard/
 samples.txt            text that the model wrote at the end of training; in samples.jsonl with its tokens and chunks
 results.json           the final table; written when the run is finished
 lock                   locked by the command that writes to the workdir, and says which process that is
-evaluations.jsonl      one line for each call with --mode=eval; plane.png of the last one with eval.temperatures
+evaluations.jsonl      one line for each call with --mode=eval; plane.png shows the last one with eval.temperatures
 report.html            results, curves, samples and config as one page; written after training and after --mode=eval
 profile/               profiler traces of --profile
 """
@@ -43,7 +43,7 @@ from calm_jax.training import checkpoint
 
 # Only a workdir of converted parameters has this file.
 _ORIGIN = "converted.json"
-# All that a run writes, at first under these names with ".tmp": --overwrite refuses to delete a folder with anything else in it.
+# All files that a run writes; unfinished ones have ".tmp" after the name. --overwrite refuses to delete a folder with any other.
 _OWN_FILES = {
     *("autoencoder", "lm", "init_autoencoder", "init_lm", "tokenizer", "tensorboard", "profile"),
     *("config.json", "corpus.json", _ORIGIN, "memory.json", "results.json", "metrics.jsonl"),
@@ -237,7 +237,7 @@ class Workdir:
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[None]:
-        """Owns the folder inside the `with` block. A command that writes to a workdir does so inside of it.
+        """Owns the folder, by a lock, inside the `with` block. Every command writes to a workdir only inside such a block.
 
         Raises `UserError` if another process writes to the workdir, or if the folder is no workdir and not empty.
         """
@@ -275,7 +275,7 @@ class Workdir:
         self._create(config, tokenizer, "corpus.json", describe(corpus))
 
     def create_converted(self, config: Config, tokenizer: Tokenizer, origin: dict) -> None:
-        """The same for converted parameters, with converted.json instead of corpus.json; `origin` is its content."""
+        """`create` for converted parameters: writes `origin` as converted.json, and no corpus.json."""
         self._create(config, tokenizer, _ORIGIN, origin)
 
     def _create(self, config: Config, tokenizer: Tokenizer, name: str, description: dict) -> None:
@@ -289,7 +289,7 @@ class Workdir:
         write_atomically(self._config_path, as_json(config))
 
     def memory_choice(self, stage: str, devices: dict[str, Any]) -> dict[str, Any] | None:
-        """What `store_memory_choice` stored for a stage on these devices; None if there is nothing for them."""
+        """The values that `store_memory_choice` stored for a stage on these devices; None if it stored none."""
         stored = self._memory_choices().get(stage)
         return stored["chosen"] if stored is not None and stored["devices"] == devices else None
 
@@ -333,10 +333,13 @@ class Workdir:
     def _copy(
         self, source: "Workdir", stage: str, folder: pathlib.Path, leave_out: Sequence[str] = ()
     ) -> None:
-        """Copies a stage's latest checkpoint, without the names in `leave_out`, into `folder`, which appears when it is complete: the copy is made beside it and renamed."""
+        """Copies a stage's latest checkpoint, without the names in `leave_out`, into `folder`.
+
+        The copy is made beside `folder` and then renamed, so that `folder` appears only when it is complete.
+        """
         theirs = source.checkpoints(stage)
         step = checkpoint.latest_step(theirs)
-        # A device would be copied until the disk is full.
+        # Refuses a device in place of a file: copying it would go on until the disk is full.
         checkpoint.check_files(theirs, step)
         unfinished = folder.with_name(f"{folder.name}.tmp")
         with os_errors(folder, "written"):

@@ -3,7 +3,8 @@
 python -m calm_jax.serve --workdir=runs/quickstart
 
 Options that a request does not name are those of the model's config, section `sample`. SIGTERM and Ctrl-C end the server after
-the requests that it is answering; a second signal ends it at once. There is no password: whoever reaches the port can use the model.
+the requests that it is answering; a second signal ends it at once. There is no password: whoever reaches the port can use the
+model.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _LIMITS = (
     _LIMIT_SECONDS,
 )
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Connections beyond one for each text: those that ask for the page or /metrics, and those that are still sending.
+# Connections that are allowed beyond one for each text: for the page and /metrics, and for requests that are still being sent.
 _MORE_CONNECTIONS = 256
 
 
@@ -94,7 +95,7 @@ def main(argv: list[str]) -> None:
     if _BATCH_SIZE.value < 0:
         raise UserError(f"--batch_size={_BATCH_SIZE.value} must be at least 0")
     names = _names()
-    # Only here: --help and bad flags do not wait for JAX.
+    # Imported here, so that --help and bad flags do not wait for JAX.
     from calm_jax.run.generator import Generator
 
     try:
@@ -121,7 +122,7 @@ def main(argv: list[str]) -> None:
         )
         most_texts = sum(one.num_places + one.limits.waiting for one in models.values())
         most_connections = most_texts + _MORE_CONNECTIONS
-        # In this time every answer ends, if only because it takes too long.
+        # Every response ends within --limit_seconds, at the latest with a timeout error; 60 s are a margin.
         listen(app, listener, most_connections, math.ceil(_LIMIT_SECONDS.value) + 60)
 
 

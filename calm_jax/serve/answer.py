@@ -1,4 +1,4 @@
-"""The bodies of answers, in OpenAI's form; what is CALM's own is under the key `calm`."""
+"""The bodies of responses, in the format of OpenAI's API. Fields that only this server has are under the key `calm`."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ from calm_jax.run.continuation import Continuation, Piece
 from calm_jax.serve.engine import Job
 from calm_jax.serve.request import RequestError
 
-# Fields of a `Continuation`: lists with an entry for each chunk, the same where candidates were asked for, and those that are
-# known at the end of a text.
+# Fields of a `Continuation`: lists with one entry a chunk; lists with one entry a chunk if candidates were asked for; and fields
+# that are known only at the end of a text.
 _PER_CHUNK = ("draws", "decoded", "exact", "seconds")
 _IF_ASKED = ("candidates", "pool")
 _AT_THE_END = ("finish", "alignment", "match_draws")
 
 
 def usage(job: Job) -> dict[str, int]:
-    """Counts of tokens."""
+    """OpenAI's `usage`: numbers of tokens in the prompts and texts of a request."""
     prompt = sum(len(row.ids) for row in job.rows)
     new = sum(len(row.continuation.tokens) for row in job.rows)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
@@ -30,7 +30,7 @@ def _per_chunk(one: Continuation) -> tuple[str, ...]:
 
 
 def choice(one: Continuation) -> dict[str, Any]:
-    """A whole text; `calm` has the fields of `Continuation`."""
+    """A complete text as OpenAI's `choice`; `calm` has the fields of `Continuation`."""
     names = ("tokens", "chunk_ends", *_per_chunk(one), *_AT_THE_END)
     return {
         "index": one.index,
@@ -42,7 +42,7 @@ def choice(one: Continuation) -> dict[str, Any]:
 
 
 def streamed_choice(piece: Piece) -> dict[str, Any]:
-    """What a chunk adds to a text; `calm` has the fields of `Continuation` for this chunk."""
+    """One chunk's part of a streamed text as OpenAI's `choice`; `calm` has the fields of `Continuation` for this chunk."""
     one, number = piece.continuation, piece.number
     first = one.chunk_ends[number - 1] if number else 0
     about: dict[str, Any] = {"tokens": one.tokens[first : one.chunk_ends[number]]}
@@ -59,11 +59,11 @@ def streamed_choice(piece: Piece) -> dict[str, Any]:
 
 
 def failed() -> RequestError:
-    """The answer where the model raised an error."""
+    """The response if the model raised an error."""
     return RequestError(500, "the model failed; the server's log says why", kind="server_error")
 
 
 def as_json(error: RequestError) -> dict[str, Any]:
-    """An error in OpenAI's form."""
+    """An error in the format of OpenAI's API."""
     about = {"message": error.message, "type": error.kind, "param": error.param, "code": None}
     return {"error": about}

@@ -1,7 +1,7 @@
-"""The routes of the server, and the way of a request from its body to its answer.
+"""The routes of the server, and how a request is handled, from its body to the response.
 
 POST /v1/completions  OpenAI's completions, whole or as server-sent events
-GET /v1/models        the models, with the options of requests that do not name them; /v1/models/NAME is one of them
+GET /v1/models        the models, with their default options; /v1/models/NAME is one of them
 GET /health           200 while the model's thread runs
 GET /metrics          Prometheus's text format
 GET /                 a page for people, page.html
@@ -44,18 +44,18 @@ from calm_jax.serve.request import (
     refused,
 )
 
-# How long a client may take to send a request's body.
+# Seconds that a client may take to send a request's body.
 _BODY_SECONDS = 30.0
-# How long, after the time for an answer, a client may take to read the rest of a stream.
+# Seconds beyond `Limits.seconds` that a client may take to read the rest of a stream.
 _MORE_SECONDS = 10.0
-# The number is nginx's: the client closed the connection, so that nobody reads this answer.
+# nginx's status for a request whose client closed the connection; nobody reads the response.
 _CLIENT_CLOSED = 499
 _TIMEOUT = "timeout_error"
 _ENDED = "the model's thread has ended"
 _PAGE = pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-# This machine's names in the header Host. "[" is what Starlette before 1.0 takes for the name of [::1]:8000, and no other site's.
+# This machine's names in the header Host. Starlette before 1.0 reads [::1]:8000 as the name "[", which no other site can have.
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]", "[")
-# The page loads nothing, and asks this server alone.
+# The page's Content-Security-Policy: it loads no other files, and sends requests to this server only.
 _POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; frame-ancestors 'none'"
@@ -69,7 +69,7 @@ class Served:
     Attributes:
       generator: the model; once the application runs, nothing else may use it.
       num_places: how many texts are continued together.
-      limits: of what a client may ask for.
+      limits: the largest values that a request may have.
     """
 
     generator: Generator
@@ -81,9 +81,10 @@ def make_app(models: Mapping[str, Served], hosts: Sequence[str]) -> Starlette:
     """The application, for uvicorn or another ASGI server.
 
     Args:
-      models: by name; the first is for requests that name none, and its limits of a body and of an answer's time are for all.
-      hosts: names in the header Host that are answered, "*" for all. With the names of this machine alone, a page of
-        another site cannot reach a server on this machine by giving its own name this machine's address.
+      models: by name. The first one gets the requests that name no model, and its limits of body size and response time hold
+        for all models.
+      hosts: names in the header Host that are answered, "*" for all. The names of this machine alone protect against DNS
+        rebinding: the page of another site cannot reach a server on this machine by giving its own name this machine's address.
     """
     server = _Server(models)
     return Starlette(
@@ -136,7 +137,7 @@ class _Server:
         return JSONResponse(self._about(name))
 
     def _about(self, name: str) -> dict[str, Any]:
-        """A model in OpenAI's form, with its options and limits."""
+        """A model in the format of OpenAI's API, with its options and limits."""
         one = self._models[name]
         return {
             "id": name,
@@ -207,7 +208,7 @@ class _Server:
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            # A page of another site can send any other type without asking this server.
+            # A page of another site can send other types, such as text/plain, without asking this server first (CORS preflight).
             raise RequestError(415, "the Content-Type must be application/json")
         most = self._limits.body_bytes
         body = bytearray()
@@ -255,7 +256,10 @@ class _Server:
         return job
 
     async def _finish(self, request: Request, job: Job) -> None:
-        """Returns when all texts have ended. Raises `RequestError` if they do not, or if nobody waits for them."""
+        """Waits until all texts have ended.
+
+        Raises `RequestError` if the model fails, the time for the response is over, or the client closes the connection.
+        """
 
         async def collect() -> None:
             async for _ in job.pieces(self._limits.seconds):
@@ -280,7 +284,7 @@ class _Server:
                 task.cancel()
 
     async def _events(self, job: Job, answer: dict, include_usage: bool) -> AsyncIterator[str]:
-        """The server-sent events of a stream; an error after its begin is an event, too."""
+        """The server-sent events of a stream. An error is an event, too, because the HTTP status was sent before it."""
 
         def event(**fields: Any) -> str:
             return f"data: {json.dumps(answer | fields)}\n\n"
@@ -302,7 +306,7 @@ class _Server:
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events. `close` is called in the end, also if the client closes the connection or does not read."""
+    """Server-sent events. `close(status)` is called at the end, even if the client closes the connection or does not read."""
 
     def __init__(self, events: AsyncIterator[str], seconds: float, close: Callable[[int], None]):
         super().__init__(events, media_type="text/event-stream")

@@ -13,7 +13,7 @@ from calm_jax.run.generator import Generator
 from calm_jax.sampling.decode import CHUNKS_PER_CALL
 
 _LOG = logging.getLogger(__name__)
-# After so many different options of the sampler, each of which was compiled, the compiled programs are forgotten.
+# Each new `SamplerConfig` compiles programs. After this many different ones, all compiled programs are dropped.
 _MOST_COMPILED = 64
 
 
@@ -26,7 +26,7 @@ class Job:
 
     Attributes:
       rows: one for each text.
-      streams: whether every chunk is wanted as soon as it is there; otherwise only the last of each text is.
+      streams: whether `pieces` yields every chunk as soon as it is generated; otherwise it yields the last piece of each text.
     """
 
     def __init__(self, rows: list[Row], streams: bool):
@@ -39,7 +39,7 @@ class Job:
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def pieces(self, seconds: float) -> AsyncIterator[Piece]:
-        """The pieces as they come, up to the end of all texts.
+        """Yields pieces as they are generated, up to the end of all texts.
 
         Raises:
           EngineError: if the model failed.
@@ -56,7 +56,10 @@ class Job:
 
 
 class Engine:
-    """Continues the texts of jobs. All methods but the thread's own are called from the event loop."""
+    """Continues the texts of jobs in its own thread.
+
+    Its methods are called from the event loop's thread, except `stop`, which blocks and is called from another thread.
+    """
 
     def __init__(self, generator: Generator, num_places: int):
         """Makes the thread, which `start` starts.
@@ -68,7 +71,7 @@ class Engine:
         self._generator, self._num_places = generator, num_places
         self._jobs: set[Job] = set()
         self._orders: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
-        # The process must be able to end while the model computes.
+        # A daemon, because the process must be able to end while the model computes.
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._batch = generator.batch(num_places)
 
@@ -96,12 +99,12 @@ class Engine:
         return num_running, len(rows) - num_running
 
     def submit(self, job: Job) -> None:
-        """Adds a job, whose `pieces` then come. It must be closed in the end, however it ends."""
+        """Adds a job, whose texts come from `Job.pieces`. The caller must `close` the job, however it ends."""
         self._jobs.add(job)
         self._orders.put(("submit", job))
 
     def close(self, job: Job) -> None:
-        """Forgets a job. Nothing more is computed for texts that are not finished."""
+        """Removes a job. Nothing more is computed for its unfinished texts."""
         self._jobs.discard(job)
         self._orders.put(("cancel", job))
 

@@ -1,4 +1,4 @@
-"""Runs the application in uvicorn until a signal comes, and lets it finish what it has."""
+"""Runs the application in uvicorn until a signal comes, and lets it answer the requests that it has accepted."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,10 @@ from calm_jax.cli.signals import SignalHandler
 
 
 class _Server(uvicorn.Server):
-    """Returns after a signal, where uvicorn's own server would end the process by it; a second signal ends it at once."""
+    """A server that returns after SIGTERM or Ctrl-C, where uvicorn's own server would raise the signal again.
+
+    After a second signal it does not wait for open requests.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -28,13 +31,13 @@ class _Server(uvicorn.Server):
 def listen(
     app: Starlette, listener: socket.socket, most_connections: int, drain_seconds: int
 ) -> None:
-    """Serves until SIGTERM or Ctrl-C; then takes no more requests, and returns when those that it has are answered.
+    """Serves until SIGTERM or Ctrl-C. Then it takes no more requests, and returns when the accepted ones are answered.
 
     Args:
       app: the application.
       listener: a listening socket.
-      most_connections: more are answered with status 503.
-      drain_seconds: the longest time for the last answers.
+      most_connections: further connections are answered with status 503.
+      drain_seconds: the longest time to wait for the last responses after the signal.
     """
     config = uvicorn.Config(
         app,

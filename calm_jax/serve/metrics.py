@@ -1,4 +1,4 @@
-"""Counts of what the server does, for Prometheus."""
+"""The server's metrics for Prometheus: requests, response times, tokens, chunks, draws and queue lengths."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from calm_jax.serve.engine import Engine, Job
 
 
 class Metrics:
-    """What /metrics shows."""
+    """The metrics that GET /metrics shows."""
 
     def __init__(self, engines: Sequence[Engine]):
         self.registry = registry = prometheus.CollectorRegistry()
@@ -21,7 +21,7 @@ class Metrics:
         self.tokens = counter("generated_tokens", "Tokens generated")
         self.chunks = counter("generated_chunks", "Chunks generated", ("exact",))
         self.draws = counter("draws", "Latents drawn")
-        # In seconds, of a second's hundredth to ten minutes.
+        # Upper bounds of the histogram's buckets, in seconds.
         buckets = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 600)
         self.seconds = prometheus.Histogram(
             "calm_request_seconds", "Time of an answer", buckets=buckets, registry=registry
@@ -36,7 +36,7 @@ class Metrics:
         self.waiting.set_function(lambda: sum(one.count_unfinished()[1] for one in engines))
 
     def count(self, job: Job) -> None:
-        """Adds up what a job's texts took."""
+        """Adds the tokens, draws and chunks of a job's texts to the counters."""
         for row in job.rows:
             one = row.continuation
             self.prompt_tokens.inc(len(row.ids))

@@ -1,4 +1,4 @@
-"""What a client asks for: the body of `POST /v1/completions`, checked against limits before anything is computed."""
+"""Reads the body of `POST /v1/completions`, and checks it against limits before anything is computed."""
 
 import dataclasses
 import json
@@ -12,9 +12,9 @@ from calm_jax.run.continuation import Prompt
 from calm_jax.run.generator import Generator
 from calm_jax.sampling.config import CALM_ONLY, SampleConfig
 
-# Stop strings of one request, and characters of each: they are searched after every chunk.
+# At most so many stop strings in a request, and characters in each: every chunk is searched for them.
 _MOST_STOPS, _LONGEST_STOP = 16, 256
-# Characters of a message, which may quote what the client sent.
+# Messages are cut to this many characters, because they may quote what the client sent.
 _LONGEST_MESSAGE = 500
 
 # Fields of OpenAI's interface that this server does not have: they are accepted with these values, which change nothing.
@@ -46,11 +46,11 @@ class RequestError(Exception):
     """A request that is refused; the body of the answer is that of OpenAI's errors.
 
     Attributes:
-      status: of HTTP, 4xx or 5xx.
-      message: for the client's developer.
+      status: the HTTP status, 4xx or 5xx.
+      message: a message for the client's developer.
       param: the field that is wrong, or None.
       kind: OpenAI's `type`.
-      headers: of the answer.
+      headers: further headers of the response.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class RequestError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one client may ask for.
+    """The largest values that a request may have; the server refuses requests beyond them.
 
     Attributes:
-      prompt_tokens: of each prompt, with bos.
-      max_tokens: of each text.
+      prompt_tokens: tokens of each prompt, with bos.
+      max_tokens: new tokens of each text.
       texts: prompts times `n` of one request.
       draws: `num_candidates` and `max_draws`.
-      waiting: texts that wait for a place, of all clients.
-      body_bytes: of a request.
-      seconds: from the end of a request's body to the end of the answer.
+      waiting: texts of all clients together that wait for a place in the batch.
+      body_bytes: bytes of a request's body.
+      seconds: seconds from the end of a request's body to the end of the response.
     """
 
     prompt_tokens: int
@@ -98,12 +98,12 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-    """A checked request; the answer has the texts of `Generator.generate(prompts, options, seed)`.
+    """A checked request. The response has the texts of `Generator.generate(prompts, options, seed)`.
 
     Attributes:
       prompts: each `n` times, one after the other.
       options: how to sample.
-      seed: as given, or a random one.
+      seed: the seed of the request, or a random one.
       stream: whether the texts are sent chunk by chunk.
       include_usage: whether a stream ends with the counts of tokens.
     """
@@ -116,7 +116,7 @@ class CompletionRequest:
 
 
 def asked_model(fields: dict[str, Any], names: Sequence[str]) -> str:
-    """The name of the model that a request asks for; without one, the first. Raises `RequestError` 404 for another."""
+    """The model that a request asks for; the first one if it names none. Raises `RequestError` 404 for any other name."""
     asked = _field(fields, "model", str)
     if asked is None:
         return names[0]
@@ -127,15 +127,15 @@ def asked_model(fields: dict[str, Any], names: Sequence[str]) -> str:
 
 
 def parse(fields: dict[str, Any], generator: Generator, limits: Limits) -> CompletionRequest:
-    """Checks all of a request but its prompts' tokens.
+    """Checks a request, except the tokens of its prompts.
 
     Args:
-      fields: of the body, from `load`.
-      generator: has the options that the request does not name.
-      limits: of the model.
+      fields: the fields of the body, from `load`.
+      generator: the model, whose options are the defaults of the request.
+      limits: the limits of the model.
 
     Raises:
-      RequestError: 400 for what is malformed or beyond a limit.
+      RequestError: 400 if a field is malformed or beyond a limit.
     """
     prompts, num = _prompts(fields.get("prompt")), _field(fields, "n", int)
     num = 1 if num is None else num
@@ -148,7 +148,7 @@ def parse(fields: dict[str, Any], generator: Generator, limits: Limits) -> Compl
         raise RequestError(400, f"seed={seed} must be in [0, 2**32)", "seed")
     stream_options = _field(fields, "stream_options", dict) or {}
     for name, value in stream_options.items():
-        # OpenAI's padding against observers of a stream's sizes: none is the only value that is supported.
+        # OpenAI's include_obfuscation pads events, to hide their sizes from observers. It is accepted only where it is off.
         if name != "include_usage" and not (name == "include_obfuscation" and not value):
             raise RequestError(
                 400,
@@ -181,18 +181,18 @@ def load(body: bytes) -> dict[str, Any]:
             if value is not None and value not in _NEUTRAL[name]:
                 raise RequestError(400, f"{name} is not supported: leave it out", name)
         elif name not in _FIELDS:
-            # The name may be long, and no valid Unicode: it is quoted in the message alone, which is cut.
+            # The name may be long or invalid Unicode, so it is not returned as `param`: the message quotes it, and is cut.
             raise RequestError(400, f"unknown field {name!r}: {nearest(name, list(_FIELDS))}")
     return fields
 
 
 def _field(fields: dict[str, Any], name: str, kind: type) -> Any:
-    """The value of a field, None if there is none; an int where a float is asked for becomes one."""
+    """The value of a field, None if there is none. An int becomes a float if `kind` is float."""
     value = fields.get(name)
     if value is None:
         return None
     if kind is float and type(value) is int:
-        # A larger one would not fit; no option allows it either.
+        # Clipped, because a huge int does not fit into a float. No option allows such a value.
         value = float(max(-(10**9), min(value, 10**9)))
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
         raise RequestError(400, f"{name} must be {_NAMES[kind]}", name)
@@ -265,6 +265,6 @@ def _options(fields: dict[str, Any], generator: Generator, limits: Limits) -> Sa
 def refused(error: UserError) -> RequestError:
     """The answer to a request that the model cannot take."""
     message = str(error)
-    # Messages begin with "temperature=2" or "prompt 0".
+    # The message begins with the field's name, as in "temperature=2" or "prompt 0".
     name = message.partition("=")[0].partition(" ")[0]
     return RequestError(400, message, name if name in _FIELDS else None)

@@ -174,7 +174,7 @@ def _continued(
       model: the model, which embeds chunks and advances its cache.
       prompt_BLK: the prompts.
       num_chunks: how many chunks to generate.
-      next_chunk: from hidden states [B, D] and the step to the next chunks [B, K].
+      next_chunk: a function of the hidden states [B, D] and the step that returns the next chunks, int32 [B, K].
     """
     batch, prompt_chunks, _ = prompt_BLK.shape
     size = prompt_chunks + num_chunks
@@ -237,7 +237,7 @@ def autoregressive_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
 
 
 def temperature_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
-    """How many equal draws are asked for (level), and the choice probabilities, of the published approximate sampler."""
+    """The published approximate sampler: how many equal draws it asks for (level), and its choice probabilities."""
     for case in sorted({key.split("/")[0] for key in golden}):
         pool_1NK = jnp.asarray(golden[f"{case}/patches"])[None]
         count_1N = temperature.count_equal(pool_1NK)

@@ -1,4 +1,4 @@
-"""Compares every recorded case of a folder with what is computed here, and prints the errors."""
+"""Compares every recorded case of a folder with this implementation's results, and prints the errors."""
 
 import dataclasses
 import io
@@ -17,10 +17,10 @@ from calm_jax.errors import UserError, reason_of
 from calm_jax.interop.parity import cases
 from calm_jax.interop.parity.recorded import Arrays, Comparisons, Missing, MissingArray
 
-# Of float32 results; relative to the largest value of each quantity, also for gradients.
+# Largest error of float32 results, relative to the largest absolute value of the quantity, also for gradients.
 TOLERANCE = 1e-4
 
-# Largest sum of the arrays of a case in bytes.
+# Largest total size of the arrays of a case, in bytes.
 _MOST_ARRAY_BYTES = 2**30
 
 
@@ -73,11 +73,11 @@ def _cases(folder: pathlib.Path) -> Iterator[tuple[str, Callable[..., Comparison
 
 
 def _compared(folder: pathlib.Path, case: str, run: Callable[..., Comparisons]) -> Iterator[Row]:
-    """A row for each quantity of a case, and a failed one for each thing that keeps quantities from being compared."""
+    """A row for each quantity of a case; a failed row where damage or a missing array keeps quantities from being compared."""
     file = folder / f"{case}.npz"
     try:
         with np.load(io.BytesIO(read_file(file))) as golden:
-            # Compressed, a small file could fill the memory.
+            # The arrays of a small compressed file could fill the memory.
             if sum(member.file_size for member in golden.zip.infolist()) > _MOST_ARRAY_BYTES:
                 raise ValueError(f"its arrays have more than {_MOST_ARRAY_BYTES >> 20} MiB")
             arrays = Arrays({name: golden[name] for name in golden.files})
@@ -108,8 +108,8 @@ def verify(folder: pathlib.Path) -> tuple[list[Row], list[str]]:
     """Compares every case of a folder.
 
     Returns:
-      One row for each quantity, and the names of the cases that this version does not know. What cannot be compared, as a
-      file is damaged or lacks something, is a failed row that says so.
+      One row for each quantity, and the names of the cases that this version does not know. A quantity that
+      cannot be compared, because a file is damaged or lacks an array, is a failed row that says so.
 
     Raises:
       UserError: if there are no cases.
@@ -126,7 +126,7 @@ def verify(folder: pathlib.Path) -> tuple[list[Row], list[str]]:
 
 
 def worst_of_kind(rows: list[Row]) -> list[Row]:
-    """The rows, but of each case's gradients only the one with the largest relative error."""
+    """The rows, where the gradients of each case are reduced to the one with the largest relative error."""
     kept: dict[tuple[str, str], Row] = {}
     for row in rows:
         kind = re.sub(r"^gradient .*", "gradients", row.quantity)

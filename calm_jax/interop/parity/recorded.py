@@ -20,7 +20,7 @@ class Missing:
         self.name = name
 
     def reshape(self, *_: Any) -> "Missing":
-        """What is only reshaped is compared later."""
+        """Returns itself: reshaping needs no values, and a later comparison fails."""
         return self
 
     def __getattr__(self, _: str) -> Any:
@@ -29,7 +29,7 @@ class Missing:
     def _raise(self, *_: Any) -> Any:
         raise MissingArray(self.name)
 
-    # Python looks these up in the class.
+    # Python looks up special methods in the class, so `__getattr__` does not see them.
     __array__ = __len__ = __iter__ = __getitem__ = __float__ = __int__ = _raise
     __add__ = __sub__ = __mul__ = __gt__ = __ge__ = _raise
 
@@ -46,7 +46,7 @@ Comparisons = Iterator[tuple[str, ArrayLike, ArrayLike | Missing]]
 
 
 def up_to_eos(tokens_BT: ArrayLike, prompt_size: int, eos_id: int) -> np.ndarray:
-    """Texts without what follows their first generated eos, whose ids become -1: what is computed there has no meaning."""
+    """Token ids [B, T], with -1 after each row's first generated eos, where the computed tokens have no meaning."""
     tokens_BT = np.array(tokens_BT)
     is_eos_BT = tokens_BT == eos_id
     is_eos_BT[:, :prompt_size] = False
