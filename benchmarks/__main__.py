@@ -5,7 +5,7 @@
     python -m benchmarks --output=FILE [--compare=EARLIER_FILE]
     python -m benchmarks --peer=DIR --peer_python=PYTHON --peer_bench=FILE [--exported=DIR --workdir=DIR]
 
-Times are medians of `--repeats` calls, after a first call that compiles and a second one to warm up. The column "of product" is
+Times are medians of `--repeats` calls, after a first call that compiles and a second one to warm up. The column "share of matmul" is
 the rate of a case's FLOPs as a share of that of one matrix product, which is measured just before. The column "peak MiB" is the
 peak memory of the process so far, with all earlier cases; `--case=NAME` runs one case alone. The last form runs the published
 PyTorch code in turn with this one (see benchmarks/peer.py). Suite `train` also runs on several hosts, with the command on each.

@@ -47,7 +47,7 @@ from calm_jax.errors import UserError
 
 _FOLDER = flags.DEFINE_string("folder", "", "folder for runs and results")
 _TIMES = flags.DEFINE_integer("times", 10, "trials of each job and fault", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "seed of texts and moments")
+_SEED = flags.DEFINE_integer("seed", 0, "seed of the texts and of the times of faults")
 
 _ROOT = pathlib.Path(__file__).parent.parent
 # A command that takes longer counts as hanging.
@@ -373,7 +373,7 @@ def _disturb(
             _wait_for_moment(process, moment)
         if fault == "two":
             second = _end(_start(job.arguments(output), log))
-            refused = "is in use" in _last_error(log) or "is there already" in _last_error(log)
+            refused = "is in use" in _last_error(log) or "already exists" in _last_error(log)
             if second not in (0, 2) or (second == 2 and not refused):
                 wrong.append(f"the second command ended with status {second}: {_last_error(log)}")
             if process.wait(_MOST_SECONDS) != 0 and second != 0:
@@ -447,13 +447,13 @@ def _recover(job: Job, output: pathlib.Path) -> tuple[int, list[str]]:
     for call in range(1, _MOST_CALLS + 1):
         log.unlink(missing_ok=True)
         status, line = _end(_start(job.arguments(output), log)), _last_error(log)
-        if status == 0 or (status == 2 and f"{output} is there already" in line):
+        if status == 0 or (status == 2 and f"{output} already exists" in line):
             return call, []
         offered = re.search(r"`mv (\S+) (\S+)`", line)
         if status != 2 or not offered:
             return call, [f"status {status}: {_tail(log)}"]
         os.rename(offered[1], offered[2])
-    return _MOST_CALLS, ["it was given too often"]
+    return _MOST_CALLS, [f"the command did not end with status 0 within {_MOST_CALLS} calls"]
 
 
 def _trial(

@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
     lost = sum(text is None for text, _ in answers)
     pairs = zip(answers, _alone(bodies), strict=True)
     other = sum(text not in (None, alone) for (text, _), alone in pairs)
-    print(f"lost: {lost}; other than alone: {other}")
+    print(f"lost: {lost}; different from the text without load: {other}")
     sys.exit(1 if lost or other else 0)
 
 

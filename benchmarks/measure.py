@@ -236,7 +236,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("first chunk ms", "first_chunk_ms", _number("{:.4g}")),
     ("tokens/s", "tokens_per_s", _number("{:,.0f}")),
     ("GFLOP", "flops", _number("{:.3g}", 1e-9)),
-    ("of product", "share", _number("{:.0%}")),
+    ("share of matmul", "share", _number("{:.0%}")),
     ("MFU", "mfu", _number("{:.1%}")),
     ("peak MiB", "rss_mb", _number("{:.0f}")),
     ("device MiB", "device_mb", _number("{:.0f}")),

@@ -136,13 +136,13 @@ def main(argv: list[str]) -> None:
             flush=True,
         )
     measured = [one["seconds"] for one in found.values()]
-    for way, estimate in (("longest", max), ("sum", lambda *parts: sum(parts))):
+    for way, estimate in (("larger time", max), ("sum of times", lambda *parts: sum(parts))):
         estimates = [
             estimate(*(one[kind] / rates[kind] for kind in rates)) for one in found.values()
         ]
         wrong = errors(measured, estimates)
         print(
-            f"ratios by the {way}: wrong by {statistics.median(wrong):.0%}, at most {max(wrong):.0%}"
+            f"ratios predicted by the {way}: wrong by {statistics.median(wrong):.0%} (median), {max(wrong):.0%} at most"
         )
 
 

@@ -40,8 +40,8 @@ from calm_jax.errors import UserError
 from tests.tiny_model import tiny
 
 _FOLDER = flags.DEFINE_string("folder", "", "folder for runs and results")
-_MINUTES = flags.DEFINE_float("minutes", 60, "of each job", lower_bound=0.5)
-_SEED = flags.DEFINE_integer("seed", 0, "seed of text and moments")
+_MINUTES = flags.DEFINE_float("minutes", 60, "minutes for each job", lower_bound=0.5)
+_SEED = flags.DEFINE_integer("seed", 0, "seed of texts, requests and kills")
 _JOBS = flags.DEFINE_list("jobs", ["train", "serve", "prepare"], "what to run, one after the other")
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -148,7 +148,7 @@ def _train(soak: _Soak) -> None:
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     steps = [one["step"] for one in records if (one["stage"], one["split"]) == ("lm", "train")]
     if steps != sorted({*range(_STEPS, last + _STEPS, _STEPS), last + _STEPS}):
-        soak.wrong.append("metrics.jsonl has not each step once")
+        soak.wrong.append("metrics.jsonl lacks or repeats steps")
 
 
 def _ask(address: str, chance: random.Random) -> tuple[str, str] | None:

@@ -1,10 +1,10 @@
-"""BrierLM of any system that can be sampled, beside a CALM, at the same places (positions) in the same text.
+"""BrierLM of any system that can be sampled, beside a CALM, at the same positions in the same text.
 
-The first command writes the places that --mode=eval scores at equal context, each with the text before and after it:
+The first command writes the positions that --mode=eval scores at equal context, each with the text before and after it:
 
     python -m calm_jax.brierlm --config=configs/workdir.py:runs/quickstart --write_references=references.jsonl
 
-The next two score samples that another system drew at these places, and sample and score two models:
+The next two score samples that another system drew at these positions, and sample and score two models:
 
     python -m calm_jax.brierlm --references=references.jsonl --samples=samples.jsonl --tokenizer=runs/quickstart
     python -m calm_jax.brierlm --references=references.jsonl --model=hf:gpt2 --model=runs/quickstart \\
@@ -55,12 +55,14 @@ from calm_jax.run.workdir import Workdir
 
 _CONFIG = define_recipe("configs/workdir.py:DIR, a run whose text and tokenizer are used")
 _WRITE = flags.DEFINE_string(
-    "write_references", "", "write the places of --config's equal-context evaluation to this file"
+    "write_references",
+    "",
+    "write the positions of --config's equal-context evaluation to this file",
 )
 _POSITIONS = flags.DEFINE_integer(
-    "positions", 2000, "places to write, evenly spaced among all; 0: all", lower_bound=0
+    "positions", 2000, "positions to write, evenly spaced among all; 0: all", lower_bound=0
 )
-_REFERENCES = flags.DEFINE_string("references", "", "file of places and what follows them")
+_REFERENCES = flags.DEFINE_string("references", "", "file of positions and their continuations")
 _SAMPLES = flags.DEFINE_multi_string("samples", [], "file of samples of a system; repeatable")
 _MODEL = flags.DEFINE_multi_string(
     "model",
@@ -68,7 +70,7 @@ _MODEL = flags.DEFINE_multi_string(
     "system to sample: a workdir, or hf:NAME, a Hugging Face model or its folder; repeatable",
 )
 _NUM_SAMPLES = flags.DEFINE_integer(
-    "num_samples", 2, "samples of each place by --model", lower_bound=2
+    "num_samples", 2, "samples of each position by --model", lower_bound=2
 )
 _SEED = flags.DEFINE_integer("seed", 0, "seed of --model's samples", lower_bound=0)
 _OUTPUT = flags.DEFINE_string("output", "", "write the samples of one --model to this file")
@@ -95,7 +97,7 @@ def _write(config: Config, tokenizer: Tokenizer, path: pathlib.Path) -> None:
     lines = [json.dumps(dataclasses.asdict(one), ensure_ascii=False) + "\n" for one in given]
     write_atomically(path, "".join(lines))
     print(
-        f"{path}: {len(given):,} of {number:,} places, each after {config.eval.context_tokens} to "
+        f"{path}: {len(given):,} of {number:,} positions, each after {config.eval.context_tokens} to "
         f"{config.eval.block_tokens} tokens of context"
     )
 
@@ -120,7 +122,7 @@ def _check_one_tokenizer(
     for one in references:
         if one.tokenizer not in ("", ours.fingerprint):
             raise UserError(
-                f"the reference {one.id!r} is of the tokenizer {one.tokenizer}, and --config's run has "
+                f"the reference {one.id!r} was made with tokenizer {one.tokenizer}, and --config's run has "
                 f"{ours.fingerprint}: {way_out}"
             )
 
@@ -139,7 +141,7 @@ def _gives_text(name: str, references: Sequence[Reference]) -> bool:
 
 def _draw(name: str, references: Sequence[Reference], as_text: bool) -> dict[str, list[Sample]]:
     """Samples of a model at every reference."""
-    with progress.Countdown(f"{name}: sampling", len(references), "places") as countdown:
+    with progress.Countdown(f"{name}: sampling", len(references), "positions") as countdown:
         if name.startswith("hf:"):
             model = CausalLM(name.removeprefix("hf:"), _SEED.value)
             contexts = [reference.context for reference in references]
@@ -157,8 +159,8 @@ def _draw(name: str, references: Sequence[Reference], as_text: bool) -> dict[str
     return {one.id: several for one, several in zip(references, drawn, strict=True)}
 
 
-def _print(scores: Mapping[str, brier.Score], num_places: int) -> None:
-    table = rich.table.Table(title=f"BrierLM over {num_places:,} places")
+def _print(scores: Mapping[str, brier.Score], num_positions: int) -> None:
+    table = rich.table.Table(title=f"BrierLM over {num_positions:,} positions")
     for column in ("system", "BrierLM", *(f"100 x Brier-{n}" for n in range(1, ORDERS + 1))):
         table.add_column(column, justify="left" if column == "system" else "right")
     for name, score in scores.items():

@@ -130,8 +130,8 @@ class Config:
         _check_batch("eval.batch_size", self.eval.batch_size, max(block, self.eval.block_tokens))
         if not len(self.eval.published.starts(block, self.chunk_size)):
             raise UserError(
-                f"lm.data.block_tokens={block} is too short to score: with chunk_size={self.chunk_size} no four tokens "
-                "follow its first chunk"
+                f"lm.data.block_tokens={block} is too short to score: scoring needs at least four tokens after the "
+                f"first chunk (chunk_size={self.chunk_size}), and one chunk more with eval.skip_last_start=True"
             )
 
     def _check_head(self) -> None:

@@ -53,4 +53,4 @@ def require_positive(section: object, path: str, *names: str) -> None:
 def nearest(name: str, names: list[str]) -> str:
     """A hint for an unknown name: the most similar one of `names`, or all of them if none is similar."""
     close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
+    return f"did you mean {close[0]!r}?" if close else f"the known names are {', '.join(names)}"

@@ -16,7 +16,9 @@ from calm_jax.cli.flags import parse_flags_and_arguments
 from calm_jax.errors import UserError
 
 _OUTPUT = flags.DEFINE_string(
-    "output", "", "the page; if empty, report.html in the workdir, of several in this folder"
+    "output",
+    "",
+    "the page; if empty, report.html in the workdir, or for more than one run, report.html in the current folder",
 )
 
 

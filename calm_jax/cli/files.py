@@ -57,7 +57,7 @@ def read_file(path: pathlib.Path, most: int = _MOST_BYTES) -> bytes:
     with open(path, "rb", opener=lambda name, mode: os.open(name, mode | os.O_NONBLOCK)) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
-            raise OSError(errno.EINVAL, "it is no file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         if about.st_size > most:
             reason = f"it has {about.st_size} bytes, and at most {most} are read"
             raise OSError(errno.EFBIG, reason, str(path))
@@ -136,7 +136,7 @@ def append_line(path: pathlib.Path, line: str) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(path, "a+b", opener=lambda name, _: os.open(name, flags, 0o666)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else f"\n{line}"
@@ -148,7 +148,7 @@ def refuse_existing(path: pathlib.Path) -> None:
     with os_errors(path, "read"):
         is_taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
         if is_taken or path.is_symlink():
-            raise UserError(f"{path} is there already: give another folder, or delete it")
+            raise UserError(f"{path} already exists: give another folder, or delete it")
 
 
 def empty(folder: pathlib.Path, keep: Collection[str]) -> None:

@@ -18,7 +18,7 @@ def new_file(path: pathlib.Path, flag: str, overwrite: bool) -> pathlib.Path:
     if is_there and not path.is_file():
         raise UserError(f"{flag}={path} is not a file")
     if is_there and not overwrite:
-        raise UserError(f"{flag}={path} is there already: give another name, or --overwrite")
+        raise UserError(f"{flag}={path} already exists: give another name, or --overwrite")
     path = path.resolve()
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise UserError(

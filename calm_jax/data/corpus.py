@@ -238,7 +238,7 @@ class _Reader:
 
     def _is_new(self, document: Document) -> bool:
         is_new = self._distinct.is_new(document)
-        self.skipped["equal to one before"] += not is_new
+        self.skipped["duplicate of an earlier document"] += not is_new
         return is_new
 
     def open_folders(self, files: str, key: str) -> None:

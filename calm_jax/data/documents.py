@@ -65,7 +65,7 @@ class Reading:
             )
         if self.prompt_field and self.max_words:
             raise UserError(
-                f"{name}max_words={self.max_words} is for text without prompts: later pieces of a completion would have none"
+                f"{name}max_words={self.max_words} is for text without prompts: a completion cut into pieces would leave the later pieces without a prompt; give 0"
             )
 
 
@@ -260,7 +260,7 @@ def read_file(
                 if reading.on_bad_record == "raise":
                     where = file if place is None else f"{file}, {_unit(file)} {place.number + 1}"
                     raise UserError(
-                        f"{where}: {item.detail}; mend it, or leave such records out with "
+                        f"{where}: {item.detail}; correct it, or leave such records out with "
                         f"{reading.flags}on_bad_record=skip"
                     )
                 skipped[item.reason] += 1

@@ -85,7 +85,7 @@ def find_files(globs: str, key: str) -> list[str]:
             raise UserError(f"{key}: {file} is no file")
         if format_of(file) is None:
             raise UserError(
-                f"{key}: {file} is none of {', '.join(_FORMATS)}, nor .gz or .zst of the first three"
+                f"{key}: {file} has an unknown format; known are {', '.join(_FORMATS[:-1])} (each also as .gz or .zst) and {_FORMATS[-1]}"
             )
     return list(dict.fromkeys(files))
 
@@ -185,7 +185,7 @@ def opened(file: str) -> Iterator[BinaryIO]:
             else:
                 yield packed
         except damaged as error:
-            raise BadRecord("damaged file", f"the packed bytes are damaged ({error})") from error
+            raise BadRecord("damaged file", f"the compressed data is damaged ({error})") from error
 
 
 def _lines(file: BinaryIO, start: Place) -> Iterator[tuple[Place, bytes | BadRecord]]:

@@ -14,14 +14,16 @@ from absl import app, flags
 from calm_jax.cli.command import command
 from calm_jax.cli.flags import parse_flags_and_arguments
 from calm_jax.cli.progress import console
-from calm_jax.data.shards import PreparedText
+from calm_jax.data.shards import PreparedText, left_out
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 
 _EXAMPLES = flags.DEFINE_integer("examples", 3, "documents whose beginning is shown")
 _TOKENS = flags.DEFINE_integer("tokens", 64, "tokens shown of each example")
 _CHUNK_SIZE = flags.DEFINE_integer(
-    "chunk_size", 0, "K, tokens between bars; 0 for that of the preparation"
+    "chunk_size",
+    0,
+    "K, tokens per chunk; a bar is shown between chunks; 0 takes the chunk size of the preparation",
 )
 _ROUND_TRIPS = flags.DEFINE_integer("round_trips", 100, "documents to decode and tokenise again")
 _CHECKSUMS = flags.DEFINE_bool("checksums", False, "read all shards and compare their SHA-256")
@@ -39,7 +41,7 @@ def _summary(text: PreparedText) -> None:
         "tokenizer": ", ".join(f"{key} {value}" for key, value in index["tokenizer"].items()),
         "options": ", ".join(f"{key}={value}" for key, value in text.options.items()),
     }
-    rows |= {f"left out: {reason}": f"{count:,}" for reason, count in index["left_out"].items()}
+    rows |= {f"left out: {reason}": f"{count:,}" for reason, count in left_out(index).items()}
     for name, value in rows.items():
         table.add_row(name, rich.text.Text(value))
     console().print(table)

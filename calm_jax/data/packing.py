@@ -32,8 +32,8 @@ class BlockConfig:
     def __post_init__(self) -> None:
         if self.isolate_documents and not self.align_documents_to_chunks:
             raise UserError(
-                "data.isolate_documents=True needs data.align_documents_to_chunks=True: a chunk with tokens of two "
-                "documents cannot be hidden from either of them"
+                "data.isolate_documents=True needs data.align_documents_to_chunks=True: a chunk must not hold "
+                "tokens of two documents, because attention masks whole chunks"
             )
         if self.front_fill not in ("none", "random"):
             raise UserError(f"data.front_fill={self.front_fill!r} must be 'none' or 'random'")

@@ -40,12 +40,23 @@ _OPTIONS = (
     "block_tokens",
 )
 _AGAIN = "give the command that prepared it again"
+# The reasons of an index that are shown in other words. In the index they stay as they are, because a run refuses to resume on a
+# text whose index has changed.
+_SHOWN = {
+    "equal to one before": "duplicate of an earlier document",
+    "after the last whole block of 1,000": "after the last whole block of a group of 1,000 documents",
+}
 
 
 def page_type(vocab_size: int) -> np.dtype:
     """The dtype of one page: its tokens, uint16 or uint32 by the vocabulary's size, and the CRC-32 of their bytes."""
     token = "<u2" if vocab_size <= 2**16 else "<u4"
     return np.dtype([("tokens", token, (PAGE,)), ("crc32", "<u4")])
+
+
+def left_out(index: dict) -> dict[str, int]:
+    """The number of documents that were left out of a prepared text, by reason, in words to show."""
+    return {_SHOWN.get(reason, reason): count for reason, count in index["left_out"].items()}
 
 
 class ShardWriter:
@@ -193,7 +204,7 @@ class PreparedText:
         except OSError as error:
             raise self._damaged(shard, f"{path.name} cannot be read ({error.strerror})") from error
         if not 0 < header < 2**16 or not 0 < documents < 2**16:
-            raise self._damaged(shard, "its size is not the one it was written with")
+            raise self._damaged(shard, f"its files do not have the sizes that follow from {INDEX}")
         return header
 
     def _open(self, number: int) -> IO[bytes]:
@@ -295,7 +306,9 @@ def _read_index(folder: pathlib.Path) -> dict:
     if known != FORMAT:
         raise UserError(f"{path} has the format {known!r}, this version reads {FORMAT!r}: {_AGAIN}")
     if not is_whole:
-        raise UserError(f"{path} is damaged, its numbers do not add up: {_AGAIN}")
+        raise UserError(
+            f"{path} is damaged (its totals do not match its shards, or checksums are missing): {_AGAIN}"
+        )
     return index
 
 

@@ -95,9 +95,11 @@ def read_references(path: str) -> dict[str, Reference]:
                 what = "a list of token ids" if kinds[field] is _are_tokens else "a string"
                 raise UserError(f"{where}: field {field!r} is not {what}")
         if not fields.get("text") and not fields.get("tokens"):
-            raise UserError(f"{where}: nothing follows: give 'text' or 'tokens', not empty")
+            raise UserError(
+                f"{where}: the continuation is missing: give a 'text' or 'tokens' that is not empty"
+            )
         if name in found:
-            raise UserError(f"{where}: the id {name!r} is there already")
+            raise UserError(f"{where}: the id {name!r} appears twice in this file")
         found[name] = Reference(name, str(record.get("block", f"id {name}")), **fields)
     if not found:
         raise UserError(f"--references={path} holds no references")
@@ -113,14 +115,17 @@ def read_samples(path: str, references: Mapping[str, Reference]) -> dict[str, li
         if name not in references:
             raise UserError(f"{where}: no reference has the id {name!r}")
         if name in found:
-            raise UserError(f"{where}: the id {name!r} is there already")
+            raise UserError(f"{where}: the id {name!r} appears twice in this file")
         if not isinstance(samples, list) or len(samples) < 2:
             raise UserError(f"{where}: field 'samples' must be a list of at least two samples")
         if not (all(map(_is_text, samples)) or all(map(_are_tokens, samples))):
             raise UserError(f"{where}: the samples must be all strings, or all lists of token ids")
         kind = kind or type(samples[0])
         if type(samples[0]) is not kind:
-            raise UserError(f"{where}: texts and tokens are mixed with those of earlier lines")
+            raise UserError(
+                f"{where}: all samples of a file must be of one kind, texts or lists of token ids, and earlier lines have "
+                "the other kind"
+            )
         found[name] = samples
     missing = [name for name in references if name not in found]
     if missing:

@@ -64,7 +64,7 @@ def ways(config: EvalConfig, sampler: SamplerConfig, has_autoencoder: bool) -> l
         for name in names:
             if name == "published" and split_exponent(temperature)[1]:
                 print(
-                    f"plane: no sampler='published' at temperature {temperature:g}: it takes only 1/n"
+                    f"plane: skipping sampler='published' at temperature {temperature:g}: it supports only 1, 1/2, 1/3, ..."
                 )
                 continue
             several = name in _OF_ONE_POOL and temperature != 1

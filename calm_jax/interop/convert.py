@@ -32,7 +32,9 @@ _REVISION = flags.DEFINE_string(
     "revision", "", "branch, tag or commit of a --source on the hub; if empty, its main branch"
 )
 _AUTOENCODER_REVISION = flags.DEFINE_string(
-    "autoencoder_revision", "", "the same of an --autoencoder on the hub"
+    "autoencoder_revision",
+    "",
+    "branch, tag or commit of an --autoencoder on the hub; if empty, its main branch",
 )
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", "", "tokenizer file, or bytes; by default the tokenizer in the source's folder"

@@ -129,7 +129,7 @@ def check_same(collect: Callable[[], Mapping[str, Any]]) -> None:
             ours, other = everyone[0].get(name), theirs.get(name)
             if ours != other:
                 raise AgreedError(
-                    f"process {process} has {name}={other!r}, process 0 has {ours!r}: give all the same command, and the same files"
+                    f"process {process} has {name}={other!r}, process 0 has {ours!r}: start all processes with the same command and the same files"
                 )
 
 

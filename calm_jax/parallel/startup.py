@@ -31,10 +31,12 @@ def define_flags() -> Callable[[], None]:
         "distributed",
         "auto",
         ["auto", "on", "off"],
-        "several processes as one run: auto asks the environment (Slurm, Open MPI, GKE), on lets JAX find them (TPU VMs)",
+        "run as one of several processes: 'auto' if the environment (Slurm, Open MPI, GKE) says so, 'on' lets JAX detect them (TPU VMs), 'off' never",
     )
     coordinator = flags.DEFINE_string(
-        "coordinator", "", "HOST:PORT of process 0, where the environment does not say it"
+        "coordinator",
+        "",
+        "HOST:PORT of process 0, needed if the environment does not give this address",
     )
     num_processes = flags.DEFINE_integer(
         "num_processes", 0, "with --coordinator: number of processes"
@@ -90,7 +92,7 @@ def cluster_of(environment: Mapping[str, str]) -> str | None:
         # From version 5 on, Open MPI's variables have no address.
         if "OMPI_MCA_orte_hnp_uri" not in environment:
             raise UserError(
-                f"Open MPI started {environment['OMPI_COMM_WORLD_SIZE']} processes and does not say where they meet: give "
+                f"Open MPI started {environment['OMPI_COMM_WORLD_SIZE']} processes, but their environment lacks the coordinator's address: give "
                 "--coordinator=HOST:PORT, with the host of rank 0 and a free port"
             )
         return "Open MPI"
@@ -167,7 +169,11 @@ def _initialize(
     where = f"of {num_processes} at {coordinator}" if coordinator else "as the environment says"
     who = "" if process_id is None else f" {process_id}"
     # If a process does not connect in time, JAX ends the others with a long message, which this line explains beforehand.
-    print(f"process{who} {where}: waiting at most {seconds} s for all", file=sys.stderr, flush=True)
+    print(
+        f"process{who} {where}: waiting at most {seconds} s for all processes to connect",
+        file=sys.stderr,
+        flush=True,
+    )
     try:
         jax.distributed.initialize(
             coordinator,

@@ -335,7 +335,7 @@ def fit_here(
     if not found.fits or program is None:
         raise multihost.AgreedError(
             f"{stage}: a training step does not fit into memory: {values} needs {size}. More devices along mesh.fsdp (now "
-            f"{mesh.shape['fsdp']}) split parameters and optimizer; these keys given by hand are taken as they are"
+            f"{mesh.shape['fsdp']}) would split parameters and optimizer further; if all these keys are set by hand, they are used without this check"
         )
     seconds = time.monotonic() - began
     print(f"{stage}: {values}, {size} (compiled in {seconds:.0f} s)", flush=True)

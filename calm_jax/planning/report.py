@@ -61,11 +61,13 @@ def _rows(plan: Plan, efficiency: float, price: float) -> list[tuple[str, str]]:
     rows += [(f"memory: {kind}", _size(size)) for kind, size in plan.memory.items()]
     left = plan.available - plan.needed
     rows.append(("memory a device", f"{_size(plan.needed)} of {_size(plan.available)}"))
-    rows.append(("left", _size(left) if plan.fits else f"none, {_size(-left)} too much"))
+    rows.append(("memory left", _size(left) if plan.fits else f"none, {_size(-left)} missing"))
     if not plan.fits:
         return rows
     for kind, traffic in sorted(plan.collectives.items()):
-        rows.append((kind, f"{traffic.count:,} a step, {traffic.bytes / 1e9:,.3f} GB to a device"))
+        rows.append(
+            (kind, f"{traffic.count:,} a step, {traffic.bytes / 1e9:,.3f} GB received per device")
+        )
     if plan.ideal_traffic:
         ratio = plan.traffic / plan.ideal_traffic
         rows.append(("all collectives", f"{plan.traffic / 1e9:,.3f} GB, {ratio:.2f} x ideal FSDP"))
@@ -128,8 +130,15 @@ def record(plan: Plan, efficiency: float, price: float) -> dict:
 def plan_generation(config: Config, topology: Topology, output: pathlib.Path) -> int:
     """Plans generation, prints a line for each batch and temperature, and returns the exit status."""
     table = rich.table.Table(box=None)
-    headings = ("batch", "T", "draws", "prefill GiB", "decode GiB", "of", "one pass GB", "moved GB")
-    for heading in (*headings, "ms a chunk", "limit", "tokens/s"):
+    # With the line breaks the table fits into 120 columns.
+    headings = (
+        "prefill\nGiB",
+        "decode\nGiB",
+        "available\nGiB",
+        "weights +\ncache GB",
+        "moved by\nprogram GB",
+    )
+    for heading in ("batch", "T", "draws", *headings, "ms a\nchunk", "limit", "tokens/s"):
         table.add_column(heading, justify="right")
     plans = []
     for batch in planned_batches(mesh_of(config, topology)):
@@ -151,7 +160,8 @@ def plan_generation(config: Config, topology: Topology, output: pathlib.Path) ->
             )
     console().print(table, highlight=False)
     print(
-        "ms and tokens/s are bounds at the peak rates: weights and cache read once, every draw decoded whole"
+        "ms a chunk is a lower bound and tokens/s an upper bound: at the hardware's peak rates, with weights and cache read "
+        "once and every draw decoded completely"
     )
     if output.name:
         records = [

@@ -144,7 +144,9 @@ def parse(text: str) -> Topology:
         raise UserError(f"--topology={text!r} is none of these: {_listed()}")
     sizes = FAMILIES[name].sizes
     if size not in sizes:
-        raise UserError(f"--topology={text!r}: {name} has no {size!r}, but {', '.join(sizes)}")
+        raise UserError(
+            f"--topology={text!r}: {name} has no size {size!r}; its sizes are {', '.join(sizes)}"
+        )
     return Topology(name, size)
 
 

@@ -162,7 +162,7 @@ class Dataset:
         if not len(starts_P) or not len(blocks) or blocks.num_valid.max() < starts_P[0] + ORDERS:
             longest = max(len(document) for document in documents)
             raise UserError(
-                f"eval.context_tokens={protocol.context_tokens}: nothing to score after so much context with chunk_size="
+                f"eval.context_tokens={protocol.context_tokens}: no n-gram to score starts after this much context with chunk_size="
                 f"{config.chunk_size}, eval.block_tokens={protocol.block_tokens} and eval.start_every="
                 f"{protocol.start_every} (the longest validation document has {longest} tokens): give fewer "
                 "context_tokens, or longer documents"

@@ -303,7 +303,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
         mesh = make_mesh(ours)
         if ours != config.mesh:
             sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
-            print(f"mesh: {sizes}, as the config's is not one of {mesh.size} device(s)")
+            print(f"mesh: {sizes}, because the config's mesh does not fit {mesh.size} device(s)")
         return mesh
 
     def read() -> tuple[Dataset, Corpus]:

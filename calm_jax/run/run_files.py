@@ -56,7 +56,7 @@ class RunFiles:
         self.results = _results(results)
         if workdir.results_path.exists() and not (results and _is_whole(results)):
             self.left_out.append(
-                f"{workdir.results_path.name}: what is incomplete is left out here."
+                f"{workdir.results_path.name}: incomplete or damaged entries are not shown."
             )
         records = _json_lines(workdir.evaluations_path)
         self.evaluations = [
@@ -74,8 +74,10 @@ class RunFiles:
     def _note(self, path: pathlib.Path, num_whole: int) -> None:
         num = len(_lines(path)) - num_whole
         if num:
-            lines = f"{num} line" if num == 1 else f"{num} lines"
-            self.left_out.append(f"{path.name}: what is incomplete in {lines} is left out here.")
+            lines = f"{num} line has" if num == 1 else f"{num} lines have"
+            self.left_out.append(
+                f"{path.name}: {lines} incomplete or damaged content, which is not shown."
+            )
 
     @property
     def name(self) -> str:

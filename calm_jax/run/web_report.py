@@ -154,7 +154,7 @@ def _evaluations(run: RunFiles) -> str:
         )
         for number, (found, record) in enumerate(run.evaluations, 1)
     ]
-    head = ("", "BrierLM", "floor", "at equal context", "its floor", "samples a place")
+    head = ("", "BrierLM", "floor", "at equal context", "its floor", "samples per position")
     return table(rows, head) if rows else ""
 
 

@@ -177,7 +177,7 @@ class Workdir:
         if pairs:
             key, ours, stored = pairs[0]
             more = f" (and {len(pairs) - 1} more keys)" if len(pairs) > 1 else ""
-            way_out = ", or --overwrite to delete what is there" if training else ""
+            way_out = ", or --overwrite to delete the run in this folder" if training else ""
             raise UserError(
                 f"{self.path} was made with {key}={stored!r}, not {ours!r}{more}: give another --workdir, "
                 f"or --config=configs/workdir.py:{self.path} for the stored config{way_out}"
@@ -210,8 +210,8 @@ class Workdir:
             then = stored.get(split, now)
             if then != now:
                 return (
-                    f"{path}: the {split} text has changed since the run began ({_size(then)} then, {_size(now)} now; the "
-                    "standard library, if it is the text, differs between versions of Python)"
+                    f"{path}: the {split} text has changed since the run began ({_size(then)} then, {_size(now)} now; "
+                    "Python's standard library, if the run trains on it, differs between versions of Python)"
                 )
         return ""
 

@@ -65,8 +65,8 @@ class SamplerConfig:
         n, a = law.split_exponent(self.temperature)
         if self.top_p != 1:
             raise UserError(
-                f"top_p={self.top_p:g} needs the probabilities of tokens, which only lm.head.name='softmax' knows; a "
-                "temperature below 1 sharpens the draws of the others"
+                f"top_p={self.top_p:g} needs the probabilities of tokens, which only lm.head.name='softmax' knows; with "
+                "other heads, lower the temperature below 1 instead"
             )
         if self.sampler == "published" and a:
             raise UserError(

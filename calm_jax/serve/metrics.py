@@ -24,14 +24,17 @@ class Metrics:
         # Upper bounds of the histogram's buckets, in seconds.
         buckets = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 600)
         self.seconds = prometheus.Histogram(
-            "calm_request_seconds", "Time of an answer", buckets=buckets, registry=registry
+            "calm_request_seconds",
+            "Seconds until a response is complete",
+            buckets=buckets,
+            registry=registry,
         )
         self.running = prometheus.Gauge(
-            "calm_texts_running", "Texts with a place", registry=registry
+            "calm_texts_running", "Texts that have a place in the batch", registry=registry
         )
         self.running.set_function(lambda: sum(one.count_unfinished()[0] for one in engines))
         self.waiting = prometheus.Gauge(
-            "calm_texts_waiting", "Texts without one", registry=registry
+            "calm_texts_waiting", "Texts that wait for a place in the batch", registry=registry
         )
         self.waiting.set_function(lambda: sum(one.count_unfinished()[1] for one in engines))
 

@@ -202,7 +202,7 @@ def _damage(folder: pathlib.Path, step: int | None, reason: str) -> str:
         max((one for one in _steps(folder) if one != step), default=None),
     )
     way_out = (
-        "there is no other one: make the workdir anew"
+        "there is no other checkpoint: train (or convert) again into a new workdir"
         if before is None
         else f"`mv {path} {path}.damaged` makes the one of step {before} the latest, from which the same command goes on"
     )
@@ -263,8 +263,8 @@ def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
     except Exception as error:
         if step != latest_step(folder):
             raise UserError(
-                f"the checkpoint {folder / str(step)} was deleted or replaced while it was read, as a training does: give the "
-                "same command again"
+                f"the checkpoint {folder / str(step)} was deleted or replaced while it was being read, probably by a "
+                "running training: give the same command again"
             ) from error
         if isinstance(error, UserError):
             raise
@@ -276,7 +276,7 @@ def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
             # The rest of Orbax's message is advice on its own options.
             reason = _first_line(error).split(". ")[0]
             raise UserError(
-                f"config.json and the checkpoint {folder / str(step)} do not fit ({reason}): config.json has changed since "
+                f"config.json and the checkpoint {folder / str(step)} do not match ({reason}): config.json has changed since "
                 "it was saved, or the checkpoint is damaged"
             ) from error
         raise UserError(_damage(folder, step, _first_line(error))) from error
@@ -295,7 +295,7 @@ def _stored_checksums(about: Any) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{_ABOUT} is no JSON object")
     stored = about.get(_CHECKSUMS, {})
     if not isinstance(stored, dict) or not all(isinstance(one, dict) for one in stored.values()):
-        raise ValueError(f"{_CHECKSUMS} of {_ABOUT} are not those of arrays")
+        raise ValueError(f"{_CHECKSUMS!r} in {_ABOUT!r} is malformed")
     return stored
 
 

@@ -43,8 +43,8 @@ def ends_if_set_back(name: str) -> Iterator[None]:
             seconds = _AHEAD - _ahead()
             if seconds > _PATIENCE:
                 print(
-                    f"interrupted: {name}: the clock of this machine was set back by {seconds:.0f} s since the start, and the "
-                    "checkpoint would wait until it has caught up; the same command goes on from the last complete one",
+                    f"interrupted: {name}: the clock of this machine was set back by {seconds:.0f} s since the start, so the "
+                    "checkpoint would not finish until the clock has caught up; the same command resumes from the last complete checkpoint",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -114,7 +114,7 @@ def read_records(path: pathlib.Path) -> list[dict]:
     left_out = [number for number, record in enumerate(records, 1) if record is None]
     if left_out:
         logging.warning(
-            "%s: what is no record is left out, %d in all, the first on line %d",
+            "%s: ignoring %d line(s) that are not metrics records; the first is line %d",
             path,
             len(left_out),
             left_out[0],

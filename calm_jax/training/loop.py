@@ -271,8 +271,7 @@ class Trainer:
         self._progress.values(step, values)
         if skipped > self._skipped:
             self._progress.note(
-                f"updates up to step {step} that were skipped, as loss, gradient or parameters were not finite: "
-                f"{skipped - self._skipped}"
+                f"skipped {skipped - self._skipped} update(s) up to step {step}, because loss, gradient or parameters were not finite"
             )
             self._skipped = skipped
 

@@ -210,7 +210,9 @@ def test_corpus_of_only_bad_records_is_refused(tmp_path):
 
 def test_other_suffixes_and_folders_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(UserError, match=r"a\.csv is none of \.txt, \.jsonl, \.json"):
+    with pytest.raises(
+        UserError, match=r"a\.csv has an unknown format; known are \.txt, \.jsonl, \.json"
+    ):
         load_corpus(data_config(tmp_path / "a.csv"))
     (tmp_path / "folder.txt").mkdir()
     with pytest.raises(UserError, match=r"folder\.txt has no index\.json: it is no prepared text"):

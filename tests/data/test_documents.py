@@ -223,7 +223,9 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
 def test_unknown_formats_are_refused(tmp_path):
     for name in ("a.csv", "a.parquet.gz", "a.zst"):
         (tmp_path / name).write_bytes(b"x")
-        with pytest.raises(UserError, match=f"{name} is none of .txt, .jsonl"):
+        with pytest.raises(
+            UserError, match=f"{name} has an unknown format; known are .txt, .jsonl"
+        ):
             find_files(str(tmp_path / name), "data.train_files")
 
 

@@ -96,5 +96,5 @@ def test_context_longer_than_every_document_is_refused(text_files, variant):
 
 
 def test_start_every_larger_than_all_windows_is_refused(text_files):
-    with pytest.raises(UserError, match=r"nothing to score .* eval\.start_every=1000"):
+    with pytest.raises(UserError, match=r"no n-gram to score starts .* eval\.start_every=1000"):
         recipe_text(text_files, "k=4", **{"eval.start_every": 1000}).windows()

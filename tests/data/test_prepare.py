@@ -251,7 +251,7 @@ def test_wrong_flags_end_with_one_line_and_touch_nothing(tmp_path, files, prepar
         (good[:2], ["--output"]),
         (changed("input", tmp_path / "no*.jsonl"), ["--input: no file matches", "no*.jsonl"]),
         (changed("input", " , "), ["--input=' , ' names no file"]),
-        (changed("input", tmp_path / "a.csv"), ["a.csv is none of"]),
+        (changed("input", tmp_path / "a.csv"), ["a.csv has an unknown format"]),
         (changed("input", tmp_path / "dangling.jsonl"), ["dangling.jsonl"]),
         (changed("input", tmp_path / "folder.jsonl"), ["folder.jsonl"]),
         (changed("tokenizer", tmp_path / "no.model"), ["--tokenizer=", "no.model", "is no file"]),
@@ -263,7 +263,7 @@ def test_wrong_flags_end_with_one_line_and_touch_nothing(tmp_path, files, prepar
             changed("output", "gs://bucket/text"),
             ["--output=gs:", "must be a path of a file system"],
         ),
-        (changed("output", tmp_path / "taken"), ["taken is not empty and no prepared text"]),
+        (changed("output", tmp_path / "taken"), ["taken is not empty and holds no prepared text"]),
         ([*good, "--packing=published"], ["--block_tokens=0: --packing=published needs"]),
         ([*good, "--packing=published", "--block_tokens=-1"], ["--block_tokens=-1"]),
         ([*good, "--packing=windows"], ["--packing='windows'"]),
@@ -420,7 +420,7 @@ def test_the_same_command_mends_a_damaged_output(tmp_path, files, prepare):
         (shard / name).write_bytes(b"")
         with pytest.raises(UserError, match="delete this folder, and give the command"):
             list(PreparedText(tmp_path / "out").documents(1))
-        assert "is not whole any more" in accepted(prepare(asked))
+        assert "is no longer complete" in accepted(prepare(asked))
         assert finished(tmp_path / "out") == whole
     # A truncated file is also found without the index.
     pages = (shard / "pages.npy").read_bytes()

@@ -125,7 +125,7 @@ def test_a_task_whose_workers_keep_dying_ends_with_one_line(tmp_path, large):
                 worker.kill()
     out, err = command.communicate()
     # Dask gives up on the task or on the worker.
-    refused((command.returncode, out, err), "what was complete is kept, the same command goes on")
+    refused((command.returncode, out, err), "finished work is kept; run the same command again")
 
 
 @pytest.mark.slow

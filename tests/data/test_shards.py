@@ -13,7 +13,7 @@ from calm_jax.data import packing as blocks_lib
 from calm_jax.data.documents import Document, digest_of, pieces
 from calm_jax.data.prepare import make_shards, scan
 from calm_jax.data.prepare import options as inputs_lib
-from calm_jax.data.shards import prepared_blocks
+from calm_jax.data.shards import left_out, prepared_blocks
 from calm_jax.data.tokenizers import TokenizerConfig, make_tokenizer
 from tests.data.preparing import (
     BYTES,
@@ -244,6 +244,7 @@ def test_the_first_of_equal_documents_stays(tmp_path, monkeypatch, partition, se
     expected = list(dict.fromkeys(texts))
     assert [BYTES.decode(tokens) for tokens in text.documents(1)] == expected
     assert text.index["left_out"] == {"equal to one before": len(texts) - len(expected)}
+    assert left_out(text.index) == {"duplicate of an earlier document": len(texts) - len(expected)}
     assert text.num_documents == len(expected)
 
 

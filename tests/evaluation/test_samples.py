@@ -191,7 +191,7 @@ def test_the_command_refuses_before_it_samples_and_scores_texts_beside_texts(tmp
     floor = f"--config=configs/workdir.py:{workdir}"
     run(score, floor, f"--write_references={given}", "--positions=3")
     line = run(score, floor, f"--write_references={given}", status=2)
-    assert "is there already: give another name, or --overwrite" in line
+    assert "already exists: give another name, or --overwrite" in line
     run(score, floor, f"--write_references={given}", "--positions=3", "--overwrite")
 
     model = (score, f"--references={given}", f"--model={workdir}")
@@ -200,7 +200,7 @@ def test_the_command_refuses_before_it_samples_and_scores_texts_beside_texts(tmp
     samples = [json.loads(line)["samples"] for line in output.read_text().splitlines()]
     assert all(isinstance(one, list) for several in samples for one in several)
     for flags, message in {
-        (f"--output={output}",): "is there already",
+        (f"--output={output}",): "already exists",
         (f"--output={tmp_path}/none/s.jsonl", "--overwrite"): "there is no such folder",
         (floor, f"--tokenizer={other}"): "is not the tokenizer of --config's run",
         (f"--model={other}",): "give --tokenizer",
@@ -215,7 +215,7 @@ def test_the_command_refuses_before_it_samples_and_scores_texts_beside_texts(tmp
         f"--config=configs/workdir.py:{other}",
         status=2,
     )
-    assert "is of the tokenizer" in line
+    assert "was made with tokenizer" in line
     # The model of another tokenizer gives texts, and so does the one that could give tokens.
     out = run(*model, f"--model={other}", floor, f"--output={output}", "--overwrite", status=2)
     assert "is for the samples of one --model" in out
@@ -234,13 +234,13 @@ GOOD = {"id": 1, "tokens": [1, 2, 3, 4]}
         ("{", "not valid JSON"),
         ("[1]", 'no object with a field "id"'),
         ('{"id": [1], "text": "x"}', 'no object with a field "id"'),
-        ('{"id": 2}', "nothing follows"),
-        ('{"id": 2, "text": ""}', "nothing follows"),
+        ('{"id": 2}', "the continuation is missing"),
+        ('{"id": 2, "text": ""}', "the continuation is missing"),
         ('{"id": 2, "text": 3}', "'text' is not a string"),
         (r'{"id": 2, "text": "\ud800"}', "'text' is not a string"),
         ('{"id": 2, "tokens": [1, -1]}', "'tokens' is not a list of token ids"),
         ('{"id": 2, "tokens": [true]}', "'tokens' is not a list of token ids"),
-        ('{"id": "1", "tokens": [1]}', "'1' is there already"),
+        ('{"id": "1", "tokens": [1]}', "'1' appears twice in this file"),
     ],
 )
 def test_a_bad_reference_is_named_by_its_line(tmp_path, line, message):
@@ -254,11 +254,14 @@ def test_a_bad_reference_is_named_by_its_line(tmp_path, line, message):
     "line, message",
     [
         ('{"id": 3, "samples": [[1], [1]]}', "no reference has the id '3'"),
-        ('{"id": 1, "samples": [[1], [1]]}', "'1' is there already"),
+        ('{"id": 1, "samples": [[1], [1]]}', "'1' appears twice in this file"),
         ('{"id": 2, "samples": [[1]]}', "at least two samples"),
         ('{"id": 2}', "at least two samples"),
         ('{"id": 2, "samples": [[1], "x"]}', "all strings, or all lists"),
-        ('{"id": 2, "samples": ["x", "y"]}', "mixed with those of earlier lines"),
+        (
+            '{"id": 2, "samples": ["x", "y"]}',
+            "must be of one kind, texts or lists of token ids, and earlier lines have the other kind",
+        ),
     ],
 )
 def test_a_bad_sample_is_named_by_its_line(tmp_path, line, message):

@@ -140,7 +140,7 @@ def test_ways_leave_out_temperatures_that_a_sampler_does_not_take(capsys):
     chosen = tradeoff.ways(config, sampler, has_autoencoder=True)
     names = [(way.temperature, way.sampler, way.num_candidates) for way in chosen]
     assert len(names) == len(set(names)) == 1 + 6 + 8
-    assert "no sampler='published' at temperature 0.7" in capsys.readouterr().out
+    assert "skipping sampler='published' at temperature 0.7" in capsys.readouterr().out
     assert len(tradeoff.ways(config, sampler, has_autoencoder=False)) == 3
     hot = dataclasses.replace(config, temperatures=(1.5,))
     with pytest.raises(UserError, match=r"temperature=1\.5"):

@@ -33,7 +33,7 @@ def test_an_existing_folder_or_file_is_refused_and_unchanged(golden, converted, 
 def test_a_symbolic_link_as_target_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
-    assert "is there already" in refusal(refuse_existing, tmp_path / "link")
+    assert "already exists" in refusal(refuse_existing, tmp_path / "link")
 
 
 def test_damage_in_the_last_tensor_leaves_nothing(golden, converted, tmp_path):

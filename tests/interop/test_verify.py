@@ -330,7 +330,7 @@ def test_a_missing_array_fails_alone(copied, capsys):
 def test_what_needs_a_missing_array_fails_by_its_name(copied, capsys):
     folder = copied("temperature", "ae_k1")
     change_array(folder / "ae_k1.npz", "dec_latents", lambda _: None)
-    assert_fails(folder, capsys, "dec_latents", "what follows needs")
+    assert_fails(folder, capsys, "dec_latents", "the remaining quantities need")
     # What comes before was compared.
     rows, _ = comparison.verify(folder)
     assert [row.quantity for row in rows if row.case == "ae_k1" and row.passed]

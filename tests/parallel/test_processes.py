@@ -262,7 +262,7 @@ def test_processes_with_different_configs_or_texts_are_refused(text_glob, tmp_pa
     both = several(*command, own=lambda index: [f"--config.{key}={0.5 + index}"])
     assert both.statuses() == [2, 2]
     (message,) = both.errors()
-    assert message.startswith(f"error: process 1 has {key}=1.5, process 0 has 0.5: give all")
+    assert message.startswith(f"error: process 1 has {key}=1.5, process 0 has 0.5: start all")
 
     for index in range(2):
         (tmp_path / str(index)).mkdir()
@@ -385,5 +385,6 @@ def test_a_process_that_no_other_joins_ends_within_the_limit(text_glob, tmp_path
     )
     _, err = process.communicate(timeout=KILLED_AFTER)
     assert process.returncode not in (0, 75)
-    assert err.startswith(f"process 0 of 2 at localhost:{port}: waiting at most 3 s for all\n")
+    waiting = "waiting at most 3 s for all processes to connect"
+    assert err.startswith(f"process 0 of 2 at localhost:{port}: {waiting}\n")
     assert not (tmp_path / "run").exists()

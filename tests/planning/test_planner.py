@@ -50,7 +50,7 @@ def test_a_topology_is_parsed_from_family_and_size():
     [
         ("v5e:3x3", ["'v5e:3x3'", "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"]),
         ("v7:2x2", ["'v7:2x2'", "v4: 2x2x1", "v5e: 1x1", "v5p: ", "v6e: ", "h100: 1, 2, 4, 8"]),
-        ("v5e", ["v5e has no ''"]),
+        ("v5e", ["v5e has no size ''"]),
     ],
 )
 def test_an_unknown_topology_is_refused_with_the_valid_ones(text, names):
@@ -231,7 +231,7 @@ def plan(*options: str, module: str = "calm_jax.plan") -> subprocess.CompletedPr
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--topology=v5e:3x3"], "v5e has no '3x3'"),
+        (["--topology=v5e:3x3"], "v5e has no size '3x3'"),
         ([], "--topology=v5e:4x4, or --fit=v5e"),
         (["--fit=v9"], "--fit='v9' is none of"),
         (["--topology=v5e:2x2", "--efficiency=2"], "efficiency"),

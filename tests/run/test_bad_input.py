@@ -362,7 +362,7 @@ def test_generation_names_the_bad_line_of_a_prompts_file(name, content, expected
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        ("there", "there.jsonl is there already: give another name, or --overwrite"),
+        ("there", "there.jsonl already exists: give another name, or --overwrite"),
         ("no folder", "x.jsonl cannot be written: there is no such folder"),
         ("no prompt", "give a --prompt=TEXT"),
         ("remote", "--workdir=gs://bucket/run must be a path of a file system"),

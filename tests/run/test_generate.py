@@ -137,7 +137,7 @@ def test_an_existing_output_file_is_replaced_only_with_overwrite(results, folder
     status, out, err = results["refused"]
     path = folder / "old.jsonl"
     assert (status, out) == (2, "")
-    assert err == f"error: --output={path} is there already: give another name, or --overwrite\n"
+    assert err == f"error: --output={path} already exists: give another name, or --overwrite\n"
     assert results["replaced"][0] == 0
     assert [one["text"] for one in read(path)] == [one.text for one in expected(folder)]
 

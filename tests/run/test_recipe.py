@@ -215,7 +215,7 @@ def test_evaluation_refuses_a_context_longer_than_every_document(variant_runs):
         "--config.eval.block_tokens=100000",
         status=2,
     )
-    assert "eval.context_tokens=90000: nothing to score after so much context" in error
+    assert "eval.context_tokens=90000: no n-gram to score starts after this much context" in error
 
 
 @pytest.mark.slow
@@ -268,7 +268,7 @@ def test_generation_writes_one_object_for_each_prompt(finished, tmp_path):
     assert [record["prompt"] for record in records] == ["def ", ""]
     assert all(len(record["tokens"]) == 6 or record["finish"] == "eos" for record in records)
     before = output.read_bytes()
-    assert "is there already" in run(*command, *options, status=2)
+    assert "already exists" in run(*command, *options, status=2)
     assert output.read_bytes() == before
 
 

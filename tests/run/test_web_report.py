@@ -245,7 +245,10 @@ def test_a_run_resumes_from_records_of_which_some_are_none(workdir, caplog):
             lines.write('{"stage": "l')
         assert MetricsLog(workdir.path).records == good[:1]
     (warning,) = caplog.messages
-    assert "metrics.jsonl: what is no record is left out, 5 in all, the first on line 1" in warning
+    assert (
+        "metrics.jsonl: ignoring 5 line(s) that are not metrics records; the first is line 1"
+        in warning
+    )
 
 
 def test_a_report_that_fails_is_a_line_and_keeps_the_old_one(workdir, monkeypatch, capsys):

@@ -211,7 +211,7 @@ def test_a_checkpoint_of_other_arrays_is_not_called_damaged(tmp_path, change):
     other = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), params)
     if change == "names":
         other = params | {"token_predictor": params["norm"]}
-    message = r"^config\.json and the checkpoint \S+/20 do not fit \(.*\): config\.json has changed since it was saved"
+    message = r"^config\.json and the checkpoint \S+/20 do not match \(.*\): config\.json has changed since it was saved"
     with jax.set_mesh(mesh_of(1, 1, 1)), pytest.raises(UserError, match=message):
         load_params(tmp_path / "lm", other, mesh_of(1, 1, 1))
 
@@ -262,6 +262,6 @@ def test_a_checkpoint_that_a_training_deletes_meanwhile_is_not_called_damaged(
         return abstract(*args)
 
     monkeypatch.setattr(checkpoint, "_abstract", train_on)
-    refused = r"^the checkpoint \S+/20 was deleted or replaced while it was read, .*the same command again$"
+    refused = r"^the checkpoint \S+/20 was deleted or replaced while it was being read, .*the same command again$"
     with jax.set_mesh(mesh_of(1, 1, 1)), pytest.raises(UserError, match=refused):
         load_params(tmp_path / "lm", saved[20][0], mesh_of(1, 1, 1))

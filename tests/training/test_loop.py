@@ -252,7 +252,7 @@ def test_poisoned_batches_are_skipped_counted_and_reported(tmp_path, capsys):
     reported = [json.loads(line)["skipped_updates"] for line in lines]
     assert reported == [sum(poisoned[:step]) for step in (5, 10, 15, 20)]
     notes = re.findall(
-        r"lm: updates up to step \d+ that were skipped, .*: (\d+)", capsys.readouterr().out
+        r"lm: skipped (\d+) update\(s\) up to step \d+, because ", capsys.readouterr().out
     )
     assert sum(map(int, notes)) == sum(poisoned)
     for step in (10, 20):

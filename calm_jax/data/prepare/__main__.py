@@ -17,6 +17,7 @@ from calm_jax.cli.flags import parse_flags
 from calm_jax.data.files import find_files
 from calm_jax.data.prepare.options import KEY, Options
 from calm_jax.data.prepare.preparation import prepare
+from calm_jax.data.shards import left_out
 from calm_jax.data.tokenizers import open_tokenizer
 from calm_jax.errors import UserError
 
@@ -54,7 +55,9 @@ _OPTIONS = (
     flags.DEFINE_string(
         "front_fill", "none", "'random': 0 to chunk_size-1 pads before each document"
     ),
-    flags.DEFINE_integer("chunk_size", 4, "K, for the two flags above"),
+    flags.DEFINE_integer(
+        "chunk_size", 4, "K, tokens per chunk, for --align_documents_to_chunks and --front_fill"
+    ),
     flags.DEFINE_bool("deduplicate", False, "leave out documents equal to an earlier one"),
     flags.DEFINE_string(
         "packing",
@@ -87,7 +90,7 @@ def main(argv: list[str]) -> None:
     files = find_files(_INPUT.value, KEY)
     workers = _WORKERS.value or len(os.sched_getaffinity(0))
     index = prepare(files, tokenizer, output, options, workers, _SCHEDULER.value)
-    for reason, count in index["left_out"].items():
+    for reason, count in left_out(index).items():
         what = f"the rest of {count:,} files" if reason.endswith("file") else f"{count:,} documents"
         print(f"left out: {what}: {reason}")
     print(

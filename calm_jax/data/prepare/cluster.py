@@ -40,7 +40,7 @@ _WORKERS_TIMEOUT = 3600
 _LOOK_EVERY = 15
 # How often a call to all workers is tried at the start, if a worker dies during it.
 _ATTEMPTS = 5
-_GOES_ON = "what was complete is kept, the same command goes on from there"
+_GOES_ON = "finished work is kept; run the same command again to continue"
 
 
 class Progress:

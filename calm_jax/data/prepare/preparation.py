@@ -28,7 +28,9 @@ def _refuse_foreign(output: pathlib.Path) -> None:
     # A run that was killed before it wrote inputs.json leaves only these.
     others = {name for name in names if name != LOCK and not name.startswith("inputs.json.")}
     if others and "inputs.json" not in names:
-        raise UserError(f"--output={output} is not empty and no prepared text: give another folder")
+        raise UserError(
+            f"--output={output} is not empty and holds no prepared text: give another folder"
+        )
 
 
 def _clean(work: pathlib.Path) -> None:
@@ -82,7 +84,7 @@ def _is_done(output: pathlib.Path) -> bool:
     try:
         _ = PreparedText(output).tokenizer
     except UserError:
-        print(f"{output} is not whole any more: making the missing parts again", flush=True)
+        print(f"{output} is no longer complete: rebuilding the missing parts", flush=True)
         return False
     return True
 

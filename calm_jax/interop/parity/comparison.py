@@ -91,13 +91,15 @@ def _compared(folder: pathlib.Path, case: str, run: Callable[..., Comparisons]) 
             else:
                 yield compare(case, quantity, ours, published)
     except MissingArray as error:
-        yield _failed(case, f"what follows needs the array {str(error)!r}, which {file} lacks")
+        yield _failed(
+            case, f"the remaining quantities need the array {str(error)!r}, which {file} lacks"
+        )
     except UserError as error:
         yield _failed(case, str(error))
     except Exception as error:
         # An array of another shape or type may end a computation anywhere, with a message that quotes it.
         reason = f"{type(error).__name__}: {reason_of(error)}"
-        yield _failed(case, f"what follows cannot be computed ({reason})")
+        yield _failed(case, f"the remaining quantities cannot be computed ({reason})")
 
 
 def _failed(case: str, reason: str) -> Row:

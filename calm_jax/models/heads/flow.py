@@ -37,7 +37,7 @@ class FlowHeadConfig:
         require_at_least(1, self, "lm.head.", "num_blocks", "num_samples")
         if not 1 <= self.num_steps <= _TIME_UNITS:
             raise UserError(
-                f"lm.head.num_steps={self.num_steps} must be from 1 to {_TIME_UNITS}, the number of different times that the network can be given"
+                f"lm.head.num_steps={self.num_steps} must be from 1 to {_TIME_UNITS}, the number of values of time that the network distinguishes"
             )
         require_one_of("lm.head.solver", self.solver, SOLVERS)
 
