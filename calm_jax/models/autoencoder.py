@@ -157,14 +157,14 @@ class Autoencoder(nn.Module):
         with jax.named_scope("argmax_tokens"):
             x_RD, table_VD = self._refine(x_RD), self.embed.embedding
             if block >= self.vocab_size:
-                return vocabulary.logits(x_RD, table_VD).argmax(-1).astype(jnp.int32)
+                return vocabulary.argmax(vocabulary.logits(x_RD, table_VD))
 
             def better(index: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
                 # The last block starts early enough to be whole; tokens that it repeats do not change the maximum.
                 first = jnp.minimum(index * block, self.vocab_size - block)
                 rows = jax.lax.dynamic_slice_in_dim(table_VD, first, block)
                 logit_RV = vocabulary.logits(x_RD, rows)
-                most_R, token_R = logit_RV.max(-1), logit_RV.argmax(-1).astype(jnp.int32) + first
+                most_R, token_R = logit_RV.max(-1), vocabulary.argmax(logit_RV) + first
                 is_better_R = most_R > best[0]
                 return jnp.where(is_better_R, most_R, best[0]), jnp.where(
                     is_better_R, token_R, best[1]

@@ -21,6 +21,11 @@ from calm_jax.parallel.constraints import is_single_row
 
 # How many places of a cache `UnslicedLayer` reads at once; fewer if this does not divide the cache's number of places.
 BLOCK = 32
+# The most query heads per key-value head for which `UnslicedLayer` multiplies elementwise. XLA's CPU backend fuses these
+# products with the slice of the cache, so that the slice is not copied; with more query heads the copy costs less than they do.
+_MOST_ELEMENTWISE = 2
+# How many sums it computes side by side for one score.
+_LANES = 8
 # Keys and values of the new chunks, [layers, B, L, G, A] each; inside a layer [B, L, G, A].
 Written = tuple[Array, Array]
 # Keys and values, [B, S, G, A] each, and the mask of those that each query attends to, bool [B, L, S].
@@ -178,13 +183,31 @@ class UnslicedLayer(NamedTuple):
             shape = (1, batch, groups, block, size)
             return jax.lax.dynamic_slice(x, (self.layer, 0, 0, first, 0), shape)[0]
 
-        def product(spec: str, x: Array, y: Array) -> Array:
-            return jnp.einsum(spec, x.astype(y.dtype), y, preferred_element_type=jnp.float32)
+        is_elementwise = heads <= _MOST_ELEMENTWISE * groups
+
+        def scores(key_BGSA: Array) -> Array:
+            x = query_BGRA.astype(key_BGSA.dtype)
+            if not is_elementwise:
+                return jnp.einsum(
+                    "BGRA,BGSA->BGRS", x, key_BGSA, preferred_element_type=jnp.float32
+                )
+            products = x[:, :, :, None].astype(jnp.float32) * key_BGSA[:, :, None]
+            # The first sum is vectorised, because its axis is not the last one.
+            lanes = math.gcd(size, _LANES)
+            return products.reshape(*products.shape[:-1], -1, lanes).sum(-2).sum(-1)
+
+        def mix(weight_BGRS: Array, value_BGSA: Array) -> Array:
+            x = weight_BGRS.astype(value_BGSA.dtype)
+            if not is_elementwise:
+                return jnp.einsum(
+                    "BGRS,BGSA->BGRA", x, value_BGSA, preferred_element_type=jnp.float32
+                )
+            return (x[..., None].astype(jnp.float32) * value_BGSA[:, :, None]).sum(3)
 
         def add(index: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             largest_BGR1, sum_BGR1, mixed_BGRA = sums
             first = index * block
-            score_BGRS = product("BGRA,BGSA->BGRS", query_BGRA, at(cache.key, first))
+            score_BGRS = scores(at(cache.key, first))
             seen_BS = jax.lax.dynamic_slice_in_dim(seen_B1S[:, 0], first, block, axis=1)
             score_BGRS = jnp.where(seen_BS[:, None, None], score_BGRS, -jnp.inf)
             new_BGR1 = jnp.maximum(largest_BGR1, score_BGRS.max(-1, keepdims=True))
@@ -193,11 +216,11 @@ class UnslicedLayer(NamedTuple):
                 jnp.exp(largest_BGR1 - new_BGR1),
             )
             mixed_BGRA *= kept_BGR1
-            mixed_BGRA += product("BGRS,BGSA->BGRA", weight_BGRS, at(cache.value, first))
+            mixed_BGRA += mix(weight_BGRS, at(cache.value, first))
             return new_BGR1, sum_BGR1 * kept_BGR1 + weight_BGRS.sum(-1, keepdims=True), mixed_BGRA
 
         # The new chunk sees itself, so that the largest score is finite from the beginning.
-        own_BGR1 = product("BGRA,BGSA->BGRS", query_BGRA, key_B1GA.swapaxes(1, 2))
+        own_BGR1 = scores(key_B1GA.swapaxes(1, 2))
         value_BGRA = jnp.broadcast_to(
             value_B1GA[:, 0, :, None].astype(jnp.float32), query_BGRA.shape
         )

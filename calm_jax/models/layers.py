@@ -1,7 +1,7 @@
 """Layers that several networks share."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.parallel.constraints import constrain_groups, each_group, gathered_in, product
+from calm_jax.parallel.constraints import (
+    are_merged,
+    constrain_groups,
+    each_group,
+    gathered_in,
+    product,
+)
 from calm_jax.parallel.mesh import path_of
 
 # Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
@@ -107,6 +113,17 @@ def layer_norm(
     )
 
 
+class _Kernel(nn.Module):
+    """The kernel of `linear(features, dtype, use_bias=False)` of the same name, [inputs, features] in `dtype`."""
+
+    features: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, inputs: int) -> Array:
+        return self.param("kernel", normal_init, (inputs, self.features)).astype(self.dtype)
+
+
 class SwiGLU(nn.Module):
     """`down(silu(gate x) * up x)`, without biases: [..., D] -> [..., D]."""
 
@@ -115,20 +132,38 @@ class SwiGLU(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        gate = linear(self.intermediate_size, self.dtype, "gate", use_bias=False)(x)
-        up = linear(self.intermediate_size, self.dtype, "up", use_bias=False)(x)
+        if are_merged(x):
+            kernels = [
+                _Kernel(self.intermediate_size, self.dtype, name=name)(x.shape[-1])
+                for name in ("gate", "up")
+            ]
+            contracted = (((x.ndim - 1,), (0,)), ((), ()))
+            both = product(x.astype(self.dtype), jnp.concatenate(kernels, axis=1), contracted)
+            gate, up = jnp.split(both, 2, axis=-1)
+        else:
+            gate = linear(self.intermediate_size, self.dtype, "gate", use_bias=False)(x)
+            up = linear(self.intermediate_size, self.dtype, "up", use_bias=False)(x)
         return linear(x.shape[-1], self.dtype, "down", use_bias=False)(nn.silu(gate) * up)
 
 
-def rotary_angles(position_BL: Array, head_size: int, theta: float) -> Array:
-    """The angles of the rotary embedding at integer positions, float32 [B, L, A/2]."""
+class Rotation(NamedTuple):
+    """The rotary embedding's factors at some positions, for all layers: float32 [B, L, A/2] each."""
+
+    cos: Array
+    sin: Array
+
+
+def rotation_at(position_BL: Array, head_size: int, theta: float) -> Rotation:
+    """The rotary embedding's factors at integer positions."""
     frequency = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
-    return position_BL[..., None].astype(jnp.float32) * frequency
+    angle_BLA = position_BL[..., None].astype(jnp.float32) * frequency
+    # Without the barrier XLA's CPU backend computes sines and cosines again in each layer, for each head of queries and keys.
+    return Rotation(*jax.lax.optimization_barrier((jnp.cos(angle_BLA), jnp.sin(angle_BLA))))
 
 
-def rotate(x_BLHA: Array, angle_BLA: Array) -> Array:
+def rotate(x_BLHA: Array, rotation: Rotation) -> Array:
     """Applies the rotary embedding, in the "rotate half" layout of Hugging Face's Llama."""
-    cos, sin = jnp.cos(angle_BLA)[:, :, None], jnp.sin(angle_BLA)[:, :, None]
+    cos, sin = rotation.cos[:, :, None], rotation.sin[:, :, None]
     first, second = jnp.split(x_BLHA.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BLHA.dtype)

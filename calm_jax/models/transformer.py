@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from calm_jax.errors import UserError, require_at_least, require_one_of, require_positive
 from calm_jax.models import attention
 from calm_jax.models.kv_cache import Fork, KVCache, Memory, SegmentIds, UnslicedLayer, Written
-from calm_jax.models.layers import SwiGLU, linear, rotary_angles, rotate
+from calm_jax.models.layers import Rotation, SwiGLU, linear, rotate, rotation_at
 from calm_jax.parallel.constraints import PRODUCT, constrain, unrolled
 from calm_jax.parallel.devices import target_device
 
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BLD: Array, memory: Memory | UnslicedLayer | None, angle_BLA: Array
+        self, x_BLD: Array, memory: Memory | UnslicedLayer | None, rotation: Rotation
     ) -> tuple[Array, Written | None]:
         config = self.config
 
@@ -81,8 +81,8 @@ class Attention(nn.Module):
             shape = (heads, config.head_size)
             return linear(shape, self.dtype, name, use_bias=False)(x_BLD)
 
-        query_BLHA = rotate(project(config.num_heads, "query"), angle_BLA)
-        key_BLGA = rotate(project(config.num_kv_heads, "key"), angle_BLA)
+        query_BLHA = rotate(project(config.num_heads, "query"), rotation)
+        key_BLGA = rotate(project(config.num_kv_heads, "key"), rotation)
         value_BLGA = project(config.num_kv_heads, "value")
         written = None
         if memory is None or isinstance(memory, SegmentIds):
@@ -103,12 +103,12 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BLD: Array, memory: Memory | UnslicedLayer | None, angle_BLA: Array
+        self, x_BLD: Array, memory: Memory | UnslicedLayer | None, rotation: Rotation
     ) -> tuple[Array, Written | None]:
         config = self.config
         norm = nn.RMSNorm(config.rms_norm_epsilon, dtype=self.dtype, name="attention_norm")
         mix = Attention(config, self.dtype, name="attention")
-        mixed, written = mix(norm(x_BLD), memory, angle_BLA)
+        mixed, written = mix(norm(x_BLD), memory, rotation)
         x_BLD = x_BLD + mixed
         norm = nn.RMSNorm(config.rms_norm_epsilon, dtype=self.dtype, name="mlp_norm")
         mlp = SwiGLU(config.intermediate_size, self.dtype, name="mlp")
@@ -151,7 +151,7 @@ class Transformer(nn.Module):
         batch, num_new, _ = x_BLD.shape
         first_B = jnp.zeros(batch, jnp.int32) if memory is None else memory.next_position()
         position_BL = first_B[:, None] + jnp.arange(num_new)
-        angle_BLA = rotary_angles(position_BL, config.head_size, config.rope_theta)
+        factors = rotation_at(position_BL, config.head_size, config.rope_theta)
         read: Memory | UnslicedLayer | None = None if memory is None else memory.for_layers()
         unroll = 1
         if isinstance(memory, KVCache) and num_new == 1:
@@ -170,7 +170,7 @@ class Transformer(nn.Module):
         )(config, self.dtype, name="layers")
         with jax.named_scope("backbone"):
             x_BLD = constrain(x_BLD.astype(self.dtype))
-            x_BLD, written = layers(x_BLD, read, angle_BLA)
+            x_BLD, written = layers(x_BLD, read, factors)
             # The new keys and values are made to depend on the last layer's result, after which nothing reads the cache.
             # XLA's CPU backend would otherwise copy the whole cache before it writes them into it.
             written = jax.tree.map(lambda x_BLGA: x_BLGA + 0 * x_BLD[..., :1, None], written)

@@ -47,7 +47,7 @@ class DecodePlan:
         of weights and cache, and for the compiled program's collectives (NaN if it does not fit), where the body of a loop
         over draws counts once.
       one_pass: bytes of weights and cache that each device reads.
-      moved: bytes that the compiled program moves, for one of the 16 chunks that a call generates. NaN if it does not fit,
+      moved: bytes that the compiled program moves, for one of the chunks that a call generates. NaN if it does not fit,
         and at T < 1, where the number of iterations of its loops depends on the draws.
       prefill: bytes of one device that reading prompts of half the context needs.
       needed: bytes of one device that decoding needs; NaN if the prefill does not fit.

@@ -37,9 +37,9 @@ from calm_jax.tasks import LmTask, Params
 _CHUNKS_PER_READ = 64
 # Prompts that are read together have at most this many chunks, padding included; a single longer prompt is read alone.
 _CHUNKS_READ_TOGETHER = 4096
-# Prompts and caches are padded to a power of two of chunks, at least this many, so that similar lengths share a
-# compiled program.
-_SHORTEST_PADDED = 16
+# Prompts and caches are padded to a power of two of chunks, prompts at least to the first number of chunks and caches at least to
+# room for a prompt of the second, so that similar lengths share a compiled program. Reading padding takes time, room does not.
+_SHORTEST_READ, _SHORTEST_CACHED = 8, 16
 
 
 def power_of_two(num: int) -> int:
@@ -48,8 +48,8 @@ def power_of_two(num: int) -> int:
 
 
 def padded_length(num_chunks: int) -> int:
-    """The length to which `num_chunks` chunks are padded: the next power of two, at least 16."""
-    return max(_SHORTEST_PADDED, power_of_two(num_chunks))
+    """The length to which `num_chunks` chunks are padded: the next power of two, at least 8."""
+    return max(_SHORTEST_READ, power_of_two(num_chunks))
 
 
 def _mesh_of(params: Params) -> Mesh | None:
@@ -135,7 +135,8 @@ class ContinuousBatch:
         row.continuation.finish = row.continuation.finish or "cancelled"
 
     def step(self, most: int = CHUNKS_PER_CALL) -> list[Piece]:
-        """Gives free places to waiting prompts, and generates up to `most` chunks (16 at most) for all that have a place.
+        """Gives free places to waiting prompts, and generates up to `most` chunks for all that have a place, at most
+        `CHUNKS_PER_CALL`.
 
         Returns:
           A piece for each chunk of each row, a row's in order.
@@ -252,7 +253,9 @@ class ContinuousBatch:
     def _cache_size_of(self, row: Row) -> int:
         if self._slides(row):
             return self._ring_size
-        size = padded_length(padded_length(row.prompt_chunks) + row.new_chunks)
+        size = power_of_two(
+            max(_SHORTEST_CACHED, padded_length(row.prompt_chunks)) + row.new_chunks
+        )
         return min(size, self._ring_size)
 
     def _prefill(self, prompts: Sequence[Sequence[int]], slides: bool) -> State:
@@ -319,7 +322,8 @@ class ContinuousBatch:
 
 def _row_keys(name: str, rows: list[Row]) -> jax.Array:
     """A random key for each row, [M], by its seed and its index among the prompts of its call."""
-    streams = {seed: stream(seed, name) for seed in {row.seed for row in rows}}
-    key_M = jnp.stack([streams[row.seed] for row in rows])
-    index_M = jnp.asarray([row.continuation.index for row in rows])
-    return jax.vmap(jax.random.fold_in)(key_M, index_M)
+    seeds = sorted({row.seed for row in rows})
+    key_S = jnp.stack([stream(seed, name) for seed in seeds])
+    of_seed_M = np.asarray([seeds.index(row.seed) for row in rows])
+    index_M = np.asarray([row.continuation.index for row in rows])
+    return jax.vmap(jax.random.fold_in)(key_S[of_seed_M], index_M)

@@ -30,7 +30,7 @@ BOS, EOS, PAD = TOKENIZER.bos_id, TOKENIZER.eos_id, TOKENIZER.pad_id
 # The prompt of row r is one chunk, (r, r, r, r). The model continues it with the chunks of script r, where each place has
 # CHOICES chunks of equal probability.
 
-ROWS, PLACES, CHOICES = 8, 24, 4
+ROWS, PLACES, CHOICES = 8, 36, 4
 
 
 def _latents(h_PD, num_draws, key_P, noise_scale):
@@ -231,8 +231,8 @@ def test_the_rows_of_a_batch_end_independently():
 
 
 def test_a_text_may_take_several_calls_of_the_compiled_loop():
-    """22 chunks are more than the 16 of one call."""
-    text = TEXT + TEXT[::-1]
+    text = TEXT + TEXT[::-1] + TEXT
+    assert len(text) > 4 * decode.CHUNKS_PER_CALL
     assert play(text, max_tokens=len(text)).text == text
 
 
@@ -608,16 +608,9 @@ def test_calls_of_similar_lengths_share_a_compiled_program():
     assert decode.prefill._cache_size() == compiled[0] + 1
 
 
-def test_padded_lengths_are_powers_of_two_from_16_on():
-    assert [padded_length(n) for n in (1, 16, 17, 32, 33, 100, 128)] == [
-        16,
-        16,
-        32,
-        32,
-        64,
-        128,
-        128,
-    ]
+def test_padded_lengths_are_powers_of_two_from_8_on():
+    lengths = {1: 8, 8: 8, 9: 16, 16: 16, 17: 32, 33: 64, 100: 128, 128: 128}
+    assert {length: padded_length(length) for length in lengths} == lengths
 
 
 # --- Long texts

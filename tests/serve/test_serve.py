@@ -20,6 +20,7 @@ import pytest
 import uvicorn
 
 from calm_jax.run.generator import Generator
+from calm_jax.sampling.decode import CHUNKS_PER_CALL
 from calm_jax.serve import app
 from calm_jax.serve.request import Limits
 from tests import workdirs
@@ -515,7 +516,7 @@ def test_an_answer_that_takes_too_long_ends_with_status_504(stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_more_is_computed_for_a_client_that_has_gone(stream):
-    """But for the step that is being computed: 16 chunks, or one in a stream, of the texts in 4 places."""
+    """But for the step that is being computed: `CHUNKS_PER_CALL`, or one in a stream, of the texts in 4 places."""
     generator = Gated()
     with serving(generator, dataclasses.replace(LIMITS, max_tokens=200)) as port:
         ask = {"prompt": "a", "stream": stream, "n": 8, "seed": 0, "temperature": 1}
@@ -529,7 +530,7 @@ def test_nothing_more_is_computed_for_a_client_that_has_gone(stream):
         # The next request is answered: nothing is in its way.
         status, _, answer = send(port, {"prompt": "a", "seed": 0} | FAST)
         assert status == 200 and answer["choices"][0]["text"]
-    assert generator.num_pieces <= 3 + 4 * (1 if stream else 16)
+    assert generator.num_pieces <= 3 + 4 * (1 if stream else CHUNKS_PER_CALL)
 
 
 def test_a_client_that_sends_half_a_body_and_goes_disturbs_nobody(port):
