@@ -1,6 +1,6 @@
 """Times training, generation, evaluation and start-up on the devices of this machine, and compares with earlier times.
 
-    python -m benchmarks [--suite=train,generate,eval,data,startup] [--config=configs/bench_small.py] [--config.KEY=VALUE ...]
+    python -m benchmarks [--suite=train,generate,eval,data,startup,growth,costs] [--config=configs/bench_small.py] [--config.KEY=VALUE ...]
     python -m benchmarks --suite=train --stage=lm --config=configs/calm_m.py
     python -m benchmarks --output=FILE [--compare=EARLIER_FILE]
     python -m benchmarks --peer=DIR --peer_python=PYTHON --peer_bench=FILE [--exported=DIR --workdir=DIR]
@@ -21,7 +21,7 @@ from ml_collections import config_flags
 from benchmarks import measure, results
 from benchmarks import peer as published
 from benchmarks.measure import Cases, Options, Record
-from benchmarks.suites import evaluate, generate, startup, train
+from benchmarks.suites import costs, evaluate, generate, growth, startup, train
 from calm_jax.cli.flags import define_recipe, parse_flags
 from calm_jax.config import as_dict, resolve
 from calm_jax.errors import UserError
@@ -31,7 +31,7 @@ from calm_jax.parallel.startup import define_flags, multihost_command
 
 # The suites in the order in which they run. `startup` is first, because its own processes need the devices, which this process
 # occupies later.
-_SUITES = ("startup", "data", "train", "generate", "eval")
+_SUITES = ("startup", "data", "train", "generate", "eval", "growth", "costs")
 _RECIPE = "configs/bench_small.py"
 
 _SUITE = flags.DEFINE_list(
@@ -86,6 +86,8 @@ _CASES_OF = {
     "train": train.cases,
     "generate": generate.cases,
     "eval": evaluate.cases,
+    "growth": growth.cases,
+    "costs": costs.cases,
 }
 
 

@@ -100,14 +100,14 @@ def grid(options: Options, config: Config) -> list[Case]:
 def cases(options: Options) -> Cases:
     """Every temperature, batch and sampler, with one model."""
     config = config_of(options)
-    model = functools.cache(functools.partial(_model, config, options.workdir))
+    model = functools.cache(functools.partial(generator_of, config, options.workdir))
     return {
         case.name: functools.partial(_generate, options, config, model, case)
         for case in grid(options, config)
     }
 
 
-def _model(config: Config, folder: str) -> Generator:
+def generator_of(config: Config, folder: str) -> Generator:
     """The generator of a workdir, or one with fresh parameters; its tokenizer decodes to no text."""
     if folder:
         generator = Generator.load(folder)

@@ -33,7 +33,7 @@ from calm_jax.training.step import TrainState, init_state, jit_step, make_step
 from configs import common
 
 # The stage and the head of each case.
-_CASES = {
+CASES = {
     "calm": ("lm", "energy"),
     "calm-diffusion": ("lm", "diffusion"),
     "calm-flow": ("lm", "flow"),
@@ -64,7 +64,7 @@ def cases(options: Options) -> Cases:
         name: functools.partial(
             _measure, options, name, variant(tree, f"head={head}" if head else ""), stage
         )
-        for name, (stage, head) in _CASES.items()
+        for name, (stage, head) in CASES.items()
     }
 
 
