@@ -239,7 +239,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("share of matmul", "share", _number("{:.0%}")),
     ("share of step", "of_step", _number("{:.0%}")),
     ("exponent", "exponent", _number("{:.2f}")),
-    ("of FLOPs", "flops_exponent", _number("{:.2f}")),
+    ("FLOPs exponent", "flops_exponent", _number("{:.2f}")),
     ("MFU", "mfu", _number("{:.1%}")),
     ("peak MiB", "rss_mb", _number("{:.0f}")),
     ("device MiB", "device_mb", _number("{:.0f}")),

@@ -1,12 +1,31 @@
 """The suites `growth` and `costs` of `python -m benchmarks`: exponents, and the parts of a compiled step."""
 
+import dataclasses
+import types
+
+import numpy as np
 import pytest
 
+from benchmarks.measure import Options
 from benchmarks.suites import costs, growth
+from benchmarks.suites.generate import generator_of
 from benchmarks.suites.train import fresh
 from calm_jax.config import resolve
 from calm_jax.data.tokenizers import Vocabulary
+from configs import ar_s, bench_small
 from tests import tiny_recipe
+
+BENCH_OPTIONS = Options(
+    tree=None,
+    stage="",
+    repeats=2,
+    seconds=60.0,
+    rounds=1,
+    samplers=(),
+    batches=(),
+    new_tokens=8,
+    workdir="",
+)
 
 
 def test_an_exponent_is_the_slope_of_the_logarithms():
@@ -14,17 +33,53 @@ def test_an_exponent_is_the_slope_of_the_logarithms():
     assert growth.exponent([1, 10], [7.0, 7.0]) == pytest.approx(0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", [axis for axis in growth.AXES if axis.case == "ae"])
+@pytest.mark.parametrize("axis", [axis for axis in growth.AXES if axis.case != "decode"])
 def test_a_step_has_the_given_size(axis, monkeypatch):
-    monkeypatch.setattr(growth, "_median", lambda options, run: 1.0)
-    tree = tiny_recipe.get_config("nothing")
-    tree.tokenizer.kind = "sentencepiece"
+    """Its FLOPs change with the size; but for the vocabulary of CALM, whose step has no product with it."""
+    monkeypatch.setattr(growth, "_times", lambda options, run: [1.0])
+    monkeypatch.setattr(
+        growth,
+        "fresh",
+        lambda config, *_: types.SimpleNamespace(
+            batch={"tokens": np.zeros(tokens_of(config, axis.case))}, advance=None
+        ),
+    )
     first, last = (
-        growth.step(None, "ae", tree, axis.key, value)[1]
+        growth.step(None, axis.case, bench_small.get_config(), axis.key, value)[1]
         for value in (axis.values[0], axis.values[-1])
     )
-    assert last > 2 * first
+    assert (last == first) == ((axis.case, axis.name) == ("calm", "vocabulary"))
+
+
+def tokens_of(config, case):
+    section = config.autoencoder if case == "ae" else config.lm
+    return section.training.batch_size, section.data.block_tokens
+
+
+def test_a_recipe_of_the_baseline_has_its_own_sizes_alone():
+    options = types.SimpleNamespace(tree=ar_s.get_config())
+    options.tree.tokenizer.path = "tokenizer.model"
+    assert list(growth.cases(options)) == ["grow:ar:batch", "grow:ar:block"]
+
+
+@pytest.mark.slow
+def test_a_decoded_chunk_is_timed():
+    options = dataclasses.replace(BENCH_OPTIONS, tree=tiny_recipe.get_config("nothing"))
+    options.tree.lm.data.block_tokens = 256
+    config = resolve(options.tree)
+    model = generator_of(config, "")
+    times, computed = growth.decoded_chunk(options, model, config, "draws", 4)
+    assert len(times) == 2 and computed > 0
+
+
+@pytest.mark.slow
+def test_a_step_has_records_of_all_its_parts():
+    tree = tiny_recipe.get_config("nothing,all_losses")
+    records = costs.cases(dataclasses.replace(BENCH_OPTIONS, tree=tree))["costs:calm"]()
+    assert records[0]["case"] == "calm" and records[0]["flops"] > 0
+    parts = {one["case"]: one for one in records[1:]}
+    assert sum(one["of_step"] for one in parts.values()) == pytest.approx(1)
+    assert parts["calm: token predictor"]["share"] > 0
 
 
 HLO = """
@@ -54,9 +109,11 @@ def test_a_fusion_without_a_name_has_that_of_its_operations():
         ("jit(step)/transpose(jvp(CALM.loss))/head.loss/head/head/blocks/hidden/dot", "head"),
         ("jit(step)/jvp(CALM.loss)/head.loss/vmap(jit(_normal))/erf_inv", "random numbers"),
         ("jit(step)/jvp(CALM.loss)/head.loss/sub", "energy score"),
+        ("jit(step)/jvp(CALM.token_loss)/token_predictor.loss/dot", "token predictor"),
+        ("jit(step)/jvp(Autoencoder.draw_noise)/vmap(jit(_randint))/mul", "random numbers"),
         ("jit(step)/jvp(Autoencoder.loss)/Autoencoder.encode/encode/norm/mul", "encoder"),
         ("jit(step)/jvp(Autoencoder.loss)/decode/Autoencoder._refine/mlp/mul", "decoder"),
-        ("jit(step)/jvp(Autoencoder.loss)/reduce_sum", "vocabulary and cross-entropy"),
+        ("jit(step)/jvp(Autoencoder.loss)/reduce_sum", "vocabulary"),
         ("jit(step)/jvp(AutoregressiveLM.hidden)/backbone/layers/attention/dot", "attention"),
     ],
 )

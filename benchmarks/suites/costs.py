@@ -21,7 +21,8 @@ from calm_jax.data.tokenizers import vocabulary
 
 # The parts of a step: a name, and a pattern of the HLO op_names that belong to it. The first match counts.
 _PARTS = (
-    ("random numbers", r"_normal|_uniform|_bernoulli|threefry|erf_inv"),
+    ("random numbers", r"_normal|_uniform|_bernoulli|_randint|_shuffle|threefry|erf_inv"),
+    ("token predictor", r"token_predictor|CALM\.token_loss"),
     ("decoder", r"/decode|unfold|_refine"),
     ("encoder", r"/encode|Autoencoder\.encode"),
     ("head", r"head/head"),
@@ -30,7 +31,7 @@ _PARTS = (
     ("MLP", r"layers/(.*/)?mlp\b"),
     ("embedding", r"/embed"),
     ("rest of the backbone", r"backbone|LM\.hidden|CALM\.hidden"),
-    ("vocabulary and cross-entropy", r"head\.loss|LM\.loss|Autoencoder\.loss"),
+    ("vocabulary", r"head\.loss|LM\.loss|Autoencoder\.loss"),
 )
 REST = "optimizer, checks, and what has no name"
 # Operations that run others, whose time would count twice.

@@ -9,6 +9,7 @@ below it, of a fixed cost. Decoding is the time of one chunk: that of a text of 
 import copy
 import dataclasses
 import functools
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -71,15 +72,18 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
 
 
 def cases(options: Options) -> Cases:
-    """One case for each size."""
+    """One case for each size of the recipe; for one of the baseline, those of its training step."""
     tree = copy.deepcopy(options.tree)
     for section in (tree.autoencoder, tree.lm):
         section.training.accumulation_steps = 1
     tree.lm.model.remat = "none"
     model = functools.cache(lambda: generator_of(resolve(tree), ""))
+    is_fixed = {"vocabulary": bool(tree.tokenizer.path)}
+    own = ("ar",) if tree.lm.head.name == "softmax" else ("calm", "ae", "ar", "decode")
+    axes = [one for one in AXES if one.case in own and not is_fixed.get(one.name)]
     return {
         f"grow:{axis.case}:{axis.name}": functools.partial(_grow, options, axis, tree, model)
-        for axis in AXES
+        for axis in axes
     }
 
 
@@ -94,49 +98,47 @@ def _grow(
             points.append(step(options, axis.case, tree, axis.key, value))
         jax.clear_caches()
     records = [
-        record("growth", f"{axis.case} {axis.name}={value}", [seconds], flops=computed)
-        for value, (seconds, computed) in zip(axis.values, points, strict=True)
+        record("growth", f"{axis.case} {axis.name}={value}", times, flops=computed)
+        for value, (times, computed) in zip(axis.values, points, strict=True)
     ]
-    seconds, computed = zip(*points, strict=True)
-    records[-1]["exponent"] = exponent(axis.values, seconds)
+    times, computed = zip(*points, strict=True)
+    records[-1]["exponent"] = exponent(axis.values, [statistics.median(one) for one in times])
     records[-1]["flops_exponent"] = exponent(axis.values, computed)
     return records
 
 
-def _median(options: Options, run: Callable[[], Any]) -> float:
-    """Seconds of a call, after one that compiles and one that warms up."""
+def _times(options: Options, run: Callable[[], Any]) -> list[float]:
+    """The seconds of each call, after one that compiles and one that warms up."""
     timed(run, 2)
-    return float(np.median(timed(run, options.repeats, options.seconds)))
+    return timed(run, options.repeats, options.seconds)
 
 
 def step(
     options: Options, case: str, tree: ConfigDict, key: str, value: int
-) -> tuple[float, float]:
-    """The seconds and the FLOPs of a training step where one size has another value."""
+) -> tuple[list[float], float]:
+    """The seconds of each call and the FLOPs of a training step where one size has another value."""
     stage, head = CASES[case]
     arguments = f"k={value}" if key == "k" else f"head={head}"
     tree = variant(tree, "" if stage == "autoencoder" else arguments)
-    if key == "k":
-        tree.autoencoder.model.latent_size = value * options.tree.autoencoder.model.latent_size // 4
-    else:
+    if key != "k":
         tree.update_from_flattened_dict({key: value})
     config = resolve(tree)
     words = vocabulary(config.tokenizer)
     trained = fresh(config, stage, words)
     tokens = trained.batch["tokens"].size
     computed = tokens * flops.training(config, stage, words.vocab_size)
-    return _median(options, trained.advance), computed
+    return _times(options, trained.advance), computed
 
 
 def decoded_chunk(
     options: Options, generator: Generator, config: Config, size: str, value: int
-) -> tuple[float, float]:
-    """The seconds and the FLOPs of one decoded chunk of all texts where one size has another value."""
+) -> tuple[list[float], float]:
+    """The seconds of each call and the FLOPs of one decoded chunk of all texts where one size has another value."""
     sizes = _DECODED | {size: value}
     words = vocabulary(config.tokenizer)
     prompts = random_tokens(words, sizes["batch"], sizes["prompt"]).tolist()
 
-    def seconds(num_chunks: int) -> float:
+    def seconds(num_chunks: int) -> list[float]:
         chosen = dataclasses.replace(
             config.sample,
             temperature=1.0 if sizes["draws"] == 1 else 0.5,
@@ -146,11 +148,13 @@ def decoded_chunk(
             batch_size=sizes["batch"],
             stop=(),
         )
-        return _median(options, lambda: generator.generate(prompts, chosen))
+        return _times(options, lambda: generator.generate(prompts, chosen))
 
     drawn = sizes["draws"]
     parts = flops.inference(
         config, words.vocab_size, flops.Count.OURS, sizes["prompt"], draws=drawn, decoded=drawn
     )
     computed = sizes["batch"] * config.chunk_size * sum(parts.values())
-    return (seconds(_CHUNKS) - seconds(1)) / (_CHUNKS - 1), computed
+    # A text of one chunk takes as long as the reading of the prompts and the first chunk of the longer text.
+    begin = statistics.median(seconds(1))
+    return [(whole - begin) / (_CHUNKS - 1) for whole in seconds(_CHUNKS)], computed

@@ -42,9 +42,10 @@ _OPTIONS = (
 _AGAIN = "give the command that prepared it again"
 # The reasons of an index that are shown in other words. In the index they stay as they are, because a run refuses to resume on a
 # text whose index has changed.
+DUPLICATES, REMAINDERS = "equal to one before", "after the last whole block of 1,000"
 _SHOWN = {
-    "equal to one before": "duplicate of an earlier document",
-    "after the last whole block of 1,000": "after the last whole block of a group of 1,000 documents",
+    DUPLICATES: "duplicate of an earlier document",
+    REMAINDERS: "after the last whole block of a group of 1,000 documents",
 }
 
 

@@ -10,9 +10,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.parallel.constraints import (
-    are_merged,
     constrain_groups,
     each_group,
+    few_rows_on_one_cpu,
     gathered_in,
     product,
 )
@@ -121,7 +121,9 @@ class _Kernel(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: int) -> Array:
-        return self.param("kernel", normal_init, (inputs, self.features)).astype(self.dtype)
+        return self.param("kernel", normal_init, (inputs, self.features), jnp.float32).astype(
+            self.dtype
+        )
 
 
 class SwiGLU(nn.Module):
@@ -132,7 +134,9 @@ class SwiGLU(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        if are_merged(x):
+        if few_rows_on_one_cpu(x):
+            # A product of few rows takes most of its time on a CPU for being started, and this is one in the place of two. XLA
+            # concatenates the kernels before a loop over chunks.
             kernels = [
                 _Kernel(self.intermediate_size, self.dtype, name=name)(x.shape[-1])
                 for name in ("gate", "up")

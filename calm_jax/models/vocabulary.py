@@ -45,13 +45,13 @@ def logits(x: Array, table_VD: Array) -> Array:
 
 
 def argmax(logit_RV: Array) -> Array:
-    """The first token with the largest logit, int32 [R]; V - 1 if a logit is NaN."""
+    """The first token with the largest logit, int32 [R]. If a logit is NaN, the token is arbitrary."""
     if target_device().platform != "cpu":
         return logit_RV.argmax(-1).astype(jnp.int32)
     # XLA's CPU backend computes an argmax by a scalar loop, three to seven times slower than this.
     last = logit_RV.shape[-1] - 1
     is_largest_RV = logit_RV == logit_RV.max(-1, keepdims=True)
-    return jnp.where(is_largest_RV, jnp.arange(last + 1), last).min(-1)
+    return jnp.where(is_largest_RV, jnp.arange(last + 1, dtype=jnp.int32), last).min(-1)
 
 
 def block_size(positions: int, vocab_size: int) -> int:

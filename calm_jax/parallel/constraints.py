@@ -135,19 +135,15 @@ def matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
     The variant for CPUs is not used for many rows, because it makes a training step 15 % slower.
     """
-    if are_merged(x):
+    if few_rows_on_one_cpu(x):
         return _flat_product(x, kernel, 1)
     if is_single_row(x.shape[:-1], *_SPLIT_ON):
         return (_with_second_row(x, 1) @ kernel)[..., 0, :]
     return x @ kernel
 
 
-def are_merged(x: jax.Array) -> bool:
-    """Whether to multiply activations [..., features] by several kernels side by side, as one product.
-
-    A product of few rows takes little more time on a CPU than starting it. XLA puts the kernels side by side before a loop over
-    chunks.
-    """
+def few_rows_on_one_cpu(x: jax.Array) -> bool:
+    """Whether a single CPU device multiplies activations [..., features] of few rows (`has_few_rows`)."""
     return has_few_rows(x) and _is_one_cpu()
 
 

@@ -37,9 +37,11 @@ from calm_jax.tasks import LmTask, Params
 _CHUNKS_PER_READ = 64
 # Prompts that are read together have at most this many chunks, padding included; a single longer prompt is read alone.
 _CHUNKS_READ_TOGETHER = 4096
-# Prompts and caches are padded to a power of two of chunks, prompts at least to the first number of chunks and caches at least to
-# room for a prompt of the second, so that similar lengths share a compiled program. Reading padding takes time, room does not.
-_SHORTEST_READ, _SHORTEST_CACHED = 8, 16
+# Prompts and caches are padded to a power of two of chunks, so that similar lengths share a compiled program. A prompt is padded
+# to at least this many chunks, which cost time to read.
+_SHORTEST_READ = 8
+# A cache has room for a prompt of at least this many chunks; unused room costs no time.
+_SHORTEST_CACHED = 16
 
 
 def power_of_two(num: int) -> int:

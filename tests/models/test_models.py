@@ -21,6 +21,8 @@ from calm_jax.losses import Posterior, cross_entropy, energy_score
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM, TokenPredictor
 from calm_jax.models.heads.energy import EnergyHead, EnergyHeadConfig
+from calm_jax.models.layers import SwiGLU
+from calm_jax.parallel import constraints
 from calm_jax.tasks import AutoencoderTask, CalmTask
 from tests.models import networks
 from tests.models.networks import (
@@ -179,18 +181,48 @@ def test_remat_changes_neither_loss_nor_gradient(remat, attention):
 
 
 @pytest.mark.slow
-def test_remat_recomputes_only_the_products_that_its_policy_drops():
-    """Counts products. A layer has 6 with weights (that of the MLP's gate and up is one where there are few rows) and 2 of
-    attention; a product that is recomputed adds one."""
+@pytest.mark.parametrize(("few_rows", "of_weights"), [(0, 7), (256, 6)])
+def test_remat_recomputes_only_the_products_that_its_policy_drops(
+    few_rows, of_weights, monkeypatch
+):
+    """Counts products. A layer has 7 with weights and 2 of attention; a product that is recomputed adds one. Where there are
+    few rows, the MLP's gate and up are one product."""
+    monkeypatch.setattr(constraints, "_FEW_ROWS", few_rows)
     products = {
         remat: str(of.trace(params).jaxpr).count("dot_general")
         for remat, (of, params) in {
             remat: gradient_of(remat) for remat in ("none", "dots", "full")
         }.items()
     }
-    # "full" recomputes 5 of the 6 products with weights: the backward pass needs no value of the last one.
+    # "full" recomputes all but one of the products with weights: the backward pass needs no value of the last one.
     assert products["dots"] - products["none"] == 2
-    assert products["full"] - products["dots"] == 5
+    assert products["full"] - products["dots"] == of_weights - 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_mlp_is_the_same_for_few_rows_and_for_many(dtype, monkeypatch):
+    """Values, initial parameters and gradients, where gate and up are one product and where they are two."""
+    module, x = (
+        SwiGLU(24, jnp.dtype(dtype)),
+        jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, 16)), dtype),
+    )
+
+    def outputs():
+        params = module.init(jax.random.key(0), x)
+        loss = lambda params: (module.apply(params, x).astype(jnp.float32) ** 2).sum()  # noqa: E731
+        return params, module.apply(params, x), jax.grad(loss)(params)
+
+    merged = outputs()
+    monkeypatch.setattr(constraints, "_FEW_ROWS", 0)
+    separate = outputs()
+    jax.tree.map(np.testing.assert_array_equal, merged[0], separate[0])
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    for ours, theirs in zip(
+        jax.tree.leaves(merged[1:]), jax.tree.leaves(separate[1:]), strict=True
+    ):
+        assert ours.dtype == theirs.dtype
+        ours, theirs = (np.asarray(one, np.float32) for one in (ours, theirs))
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance * abs(theirs).max())
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_memory_is_flat_under_checkpoints():
     assert latest == 33
     # One block is some 60 bytes. Orbax and asyncio keep a few.
     assert growth < 60
-    # What is remembered is not what a caller changes, and defaults are asked for apart.
+    # A caller cannot change the cached result, and results with and without defaults are cached separately.
     assert spec == {"driver": "file", "path": "/a/"}
     assert "file_io_sync" in with_defaults
 

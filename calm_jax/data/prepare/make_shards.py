@@ -17,7 +17,18 @@ from calm_jax.data.documents import Document
 from calm_jax.data.packing import PUBLISHED_GROUP, whole_blocks
 from calm_jax.data.prepare.options import Options
 from calm_jax.data.prepare.scan import Layout, Report, write_json
-from calm_jax.data.shards import DOCUMENTS, FORMAT, INDEX, PAGE, PAGES, SHARD, ShardWriter, sha256
+from calm_jax.data.shards import (
+    DOCUMENTS,
+    DUPLICATES,
+    FORMAT,
+    INDEX,
+    PAGE,
+    PAGES,
+    REMAINDERS,
+    SHARD,
+    ShardWriter,
+    sha256,
+)
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from calm_jax.errors import UserError
 
@@ -154,11 +165,11 @@ def write_index(
         left_out.update(file["left_out"])
     num_copies = len(layout.copies(0, layout.bounds[-1]))
     if num_copies:
-        left_out["equal to one before"] = num_copies
+        left_out[DUPLICATES] = num_copies
     num_documents = sum(shard["documents"] for shard in shards)
     num_dropped = layout.bounds[-1] - num_copies - num_documents
     if num_dropped:
-        left_out["after the last whole block of 1,000"] = num_dropped
+        left_out[REMAINDERS] = num_dropped
     index = {
         "format": FORMAT,
         "tokenizer": tokenizer.description,
