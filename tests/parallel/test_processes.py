@@ -46,7 +46,9 @@ def test_the_launcher_is_found_by_environment_variables(environment, cluster):
 
 
 def test_open_mpi_without_an_address_needs_a_coordinator():
-    with pytest.raises(UserError, match=r"2 processes, but .* lacks .*: give --coordinator=HOST:PORT"):
+    with pytest.raises(
+        UserError, match=r"2 processes, but .* lacks .*: give --coordinator=HOST:PORT"
+    ):
         startup.cluster_of(OPEN_MPI)
 
 
