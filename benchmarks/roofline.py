@@ -7,7 +7,6 @@ measured on the same core. Times are seconds of processor time on one thread, so
 little; the fastest step of each recipe counts.
 """
 
-import copy
 import itertools
 import json
 import math
@@ -28,7 +27,7 @@ from absl import app, flags
 from ml_collections import ConfigDict
 
 from benchmarks.measure import facts
-from benchmarks.suites.train import fresh
+from benchmarks.suites.train import fresh, whole_batches
 from calm_jax.cli.command import command
 from calm_jax.cli.files import write_atomically
 from calm_jax.cli.flags import parse_flags
@@ -54,10 +53,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def _recipe(changes: dict[str, Any]) -> ConfigDict:
-    tree = copy.deepcopy(quickstart.get_config())
+    tree = whole_batches(quickstart.get_config())
     # The step that is measured is the first, and has all losses.
     tree.lm.head.decoded_brier_delay = 0
-    tree.lm.training.accumulation_steps, tree.lm.model.remat = 1, "none"
     for path, value in changes.items():
         tree.update_from_flattened_dict({path: value})
     return tree

@@ -13,8 +13,8 @@ import tempfile
 
 import jax
 
-from benchmarks.measure import Cases, Options, Record, measured, product_rate, record, timed
-from benchmarks.suites.train import CASES, Trained, fresh, variant
+from benchmarks.measure import Cases, Options, Record, measured, record, timed, with_flops
+from benchmarks.suites.train import CASES, Trained, fresh, variant, whole_batches
 from calm_jax.config import resolve
 from calm_jax.cost import flops
 from calm_jax.data.tokenizers import vocabulary
@@ -96,27 +96,25 @@ def cases(options: Options) -> Cases:
 
 def _costs(options: Options, case: str) -> list[Record]:
     stage, head = CASES[case]
-    tree = variant(options.tree, f"head={head}" if head else "")
-    for section in (tree.autoencoder, tree.lm):
-        section.training.accumulation_steps = 1
-    tree.lm.model.remat = "none"
-    config = resolve(tree)
+    config = resolve(whole_batches(variant(options.tree, f"head={head}" if head else "")))
     words = vocabulary(config.tokenizer)
     trained = fresh(config, stage, words)
     tokens = trained.batch["tokens"].size
     whole = measured("costs", case, trained.advance, options, tokens, config.compute_dtype)
-    rate = product_rate(config.compute_dtype)
     if stage == "autoencoder":
         counted = flops.autoencoder_training(config, words.vocab_size)
     else:
         counted = flops.lm_training(config, words.vocab_size, flops.Count.OURS)
     counted = {name: tokens * each for name, each in counted.items()}
-    records = [whole | {"flops": sum(counted.values())}]
+    records = [with_flops(whole, sum(counted.values()))]
     parts = parts_of(trained, options.repeats)
     for name, seconds in sorted(parts.items(), key=lambda pair: -pair[1]):
         one = record("costs", f"{case}: {name}", [seconds])
         one["of_step"] = seconds / sum(parts.values())
         if name in counted:
-            one |= {"flops": counted[name], "share": counted[name] / seconds / rate}
+            one |= {
+                "flops": counted[name],
+                "share": counted[name] / seconds / whole["product_flops_per_s"],
+            }
         records.append(one)
     return records

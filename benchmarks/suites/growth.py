@@ -6,7 +6,6 @@ exponent of the time well above that of the FLOPs is a sign of work that the for
 below it, of a fixed cost. Decoding is the time of one chunk: that of a text of 32 chunks less that of a text of one.
 """
 
-import copy
 import dataclasses
 import functools
 import statistics
@@ -19,7 +18,7 @@ from ml_collections import ConfigDict
 
 from benchmarks.measure import Cases, Options, Record, random_tokens, record, timed
 from benchmarks.suites.generate import generator_of
-from benchmarks.suites.train import CASES, fresh, variant
+from benchmarks.suites.train import CASES, fresh, variant, whole_batches
 from calm_jax import Generator
 from calm_jax.config import Config, resolve
 from calm_jax.cost import flops
@@ -73,10 +72,7 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
 
 def cases(options: Options) -> Cases:
     """One case for each size of the recipe; for one of the baseline, those of its training step."""
-    tree = copy.deepcopy(options.tree)
-    for section in (tree.autoencoder, tree.lm):
-        section.training.accumulation_steps = 1
-    tree.lm.model.remat = "none"
+    tree = whole_batches(options.tree)
     model = functools.cache(lambda: generator_of(resolve(tree), ""))
     is_fixed = {"vocabulary": bool(tree.tokenizer.path)}
     own = ("ar",) if tree.lm.head.name == "softmax" else ("calm", "ae", "ar", "decode")

@@ -51,6 +51,15 @@ def variant(tree: ConfigDict, arguments: str) -> ConfigDict:
     return common.variant(tree, arguments)
 
 
+def whole_batches(tree: ConfigDict) -> ConfigDict:
+    """A copy of a recipe that takes each batch at once and recomputes nothing, so that nothing is compiled to choose this."""
+    tree = copy.deepcopy(tree)
+    for section in (tree.autoencoder, tree.lm):
+        section.training.accumulation_steps = 1
+    tree.lm.model.remat = "none"
+    return tree
+
+
 def cases(options: Options) -> Cases:
     """Every task and head. For a recipe of the baseline, only the baseline; with --stage, only this stage of the recipe."""
     tree = options.tree
