@@ -3,10 +3,11 @@
     python -m benchmarks.faults --folder=DIR [--times=10] [--seed=0] [--jobs=train,prepare,...] [--faults=kill,two,...]
 
 A trial starts a command on a tiny recipe, injects the fault after a random part of its CPU time (which other load of the machine
-hardly changes), and repeats the same command until it ends with status 0. Its files must then hold what the undisturbed command
+hardly changes; the clock is set back after a random part of its seconds), and repeats the same command until it ends with status 0. Its files must then hold what the undisturbed command
 wrote: all checksums of parameters and optimizer, metrics, samples and scores, or the very bytes; and no other file may be left
 beside them. If a line of error offers a command to go on with, the trial runs it. DIR gets trials.jsonl, one line for each trial;
-the same command resumes from there (a changed program needs a new DIR). The table counts trials that recovered, and trials that
+the same command resumes from there (a changed program needs a new DIR). The table counts trials whose fault hit, which means that
+the command was still running, that its disk was full, or that its clock was set back; trials that recovered; and trials that
 lost something, of which there must be none.
 
 Faults: `kill`, `term` and `int` are SIGKILL, SIGTERM and SIGINT, which go to any one process of a job that has more than one;
@@ -119,8 +120,10 @@ class Job:
       arguments: a function that returns the arguments of `python -m` for the path of the output.
       outcome: a function that returns the content of the output at a path, as JSON values that are compared.
       source: the job whose output is copied as the output before the command starts; empty for no such copy.
-      victims: the processes, one of which gets a signal: the command "itself", its "children", or "all".
+      victims: the processes, one of which gets a signal: the command "itself", its "children", "all" of these, or its "peers", which
+        are children that end together, and the command with their status.
       without: faults that have no meaning for the command.
+      is_cached: False if the command compiles its programs at each call.
     """
 
     arguments: Callable[[pathlib.Path], list[str]]
@@ -128,6 +131,7 @@ class Job:
     source: str = ""
     victims: str = "itself"
     without: tuple[str, ...] = ("source",)
+    is_cached: bool = True
 
 
 def _jobs(folder: pathlib.Path) -> dict[str, Job]:
@@ -148,8 +152,9 @@ def _jobs(folder: pathlib.Path) -> dict[str, Job]:
                 *["--connect_seconds=100", f"--workdir={out}"],
             ],
             _of_run,
-            victims="children",
+            victims="peers",
             without=(),
+            is_cached=False,
         ),
         "serve": Job(
             lambda out: ["benchmarks.several", "asked", str(trained), str(out)],
@@ -204,6 +209,35 @@ _JOBS = flags.DEFINE_list(
     "commands to disturb",
 )
 _FAULTS = flags.DEFINE_list("faults", list(FAULTS), f"what to do to them, of {', '.join(FAULTS)}")
+
+
+@dataclasses.dataclass
+class Disturbance:
+    """What a fault met.
+
+    Attributes:
+      has_hit: whether the command was still running, its disk was full or read-only, or its clock was set back.
+      victim: the process that got a signal, see `_role`; empty for other faults.
+      status: the exit status of the command, negative for the number of a signal.
+      stage: of a training, the last stage whose folder existed when the fault came; else empty.
+      written: the bytes that the output had then, as a share of those of the undisturbed output.
+      wrong: what went wrong.
+    """
+
+    has_hit: bool = True
+    victim: str = ""
+    status: int | None = None
+    stage: str = ""
+    written: float = 0.0
+    wrong: list[str] = dataclasses.field(default_factory=list)
+
+    def meets(self, job: Job, output: pathlib.Path, reference_bytes: int) -> None:
+        """Records what is on disk."""
+        if job.outcome is _of_run and not job.source:
+            stages = [name for name in ("autoencoder", "lm") if (output / name).is_dir()]
+            self.stage = stages[-1] if stages else ""
+        # Commands write beside their output before they rename it.
+        self.written = round(_size(output.parent) / max(1, reference_bytes), 3)
 
 
 def _start(
@@ -271,6 +305,29 @@ def _wait_for_orphans(group: int) -> None:
                 time.sleep(0.1)
             if time.monotonic() > ends:
                 raise subprocess.TimeoutExpired("the orphans", _MOST_SECONDS)
+
+
+def _role(pid: int) -> str:
+    """A process by the modules and numbers of its command, such as "calm_jax.main --process_id=1"."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        words = psutil.Process(pid).cmdline()[1:]
+        kept = [
+            word
+            for word in words
+            if re.match(r"(calm_jax|benchmarks)\.|--process_id=|from multiprocessing", word)
+        ]
+        return " ".join(kept or words)[:80]
+    return "ended"
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for a signal; False if it has ended."""
+    try:
+        status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)
+    return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
 
 
 def _victim(process: subprocess.Popen, job: Job, chance: random.Random) -> int:
@@ -352,11 +409,12 @@ def _preloaded(folder: pathlib.Path, name: str) -> str:
 
 
 def _disturb(
-    fault: str, job: Job, output: pathlib.Path, moment: float, chance: random.Random
-) -> list[str]:
-    """Runs a command with a fault after `moment` seconds of CPU time. Returns what went wrong, nothing for most faults."""
-    log, root, wrong = _log_of(output), output.parents[1], []
-    synced = log.with_suffix(".synced")
+    fault: str, job: Job, output: pathlib.Path, reference: dict, chance: random.Random
+) -> Disturbance:
+    """Runs a command with a fault at a random moment of it, and returns what the fault met."""
+    log, root, found = _log_of(output), output.parents[1], Disturbance()
+    synced, jumped = log.with_suffix(".synced"), log.with_suffix(".jumped")
+    share, size = chance.random(), reference["bytes"]
     environment: dict[str, str] = {}
     if fault == "cut":
         environment = {"LD_PRELOAD": _preloaded(root, "synced"), "SYNCED_LOG": str(synced)}
@@ -365,50 +423,96 @@ def _disturb(
             with open(synced, "a") as lines:
                 lines.write(f"{path.stat().st_ino} {path.stat().st_size}\n")
     elif fault == "clock":
-        environment = {"LD_PRELOAD": _preloaded(root, "clock"), "CLOCK_BACK_AFTER": str(moment)}
+        # One moment for all processes of the command.
+        moment = time.monotonic() + share * reference["seconds"]
+        environment = {
+            "LD_PRELOAD": _preloaded(root, "clock"),
+            "CLOCK_BACK_AT": str(moment),
+            "CLOCK_LOG": str(jumped),
+        }
     parent = _SHELL if fault == "orphan" else ()
     process = _start(job.arguments(output), log, parent, **environment)
     try:
         if fault not in _TO_AN_END:
-            _wait_for_moment(process, moment)
+            _wait_for_moment(process, share * reference["cpu_seconds"])
+        found.has_hit = process.poll() is None
+        found.meets(job, output, size)
         if fault == "two":
-            second = _end(_start(job.arguments(output), log))
-            refused = "is in use" in _last_error(log) or "already exists" in _last_error(log)
-            if second not in (0, 2) or (second == 2 and not refused):
-                wrong.append(f"the second command ended with status {second}: {_last_error(log)}")
-            if process.wait(_MOST_SECONDS) != 0 and second != 0:
-                wrong.append(f"both commands failed: {_last_error(log)}")
+            _start_again(process, job, output, found)
         elif fault in _TO_AN_END:
-            status = process.wait(_MOST_SECONDS)
+            found.status = process.wait(_MOST_SECONDS)
+            found.meets(job, output, size)
+            found.has_hit = jumped.exists() if fault == "clock" else found.status == 2
             # 75: a save that would have to wait for the clock ends the command as a signal would.
-            if status not in ((0, 75) if fault == "clock" else (0, 2)):
-                wrong.append(f"the command ended with status {status}: {_tail(log)}")
+            if found.status not in ((0, 75) if fault == "clock" else (0, 2)):
+                found.wrong.append(f"the command ended with status {found.status}: {_tail(log)}")
         elif fault == "orphan":
             process.kill()
             process.wait()
             _wait_for_orphans(process.pid)
         else:
-            number = {"term": signal.SIGTERM, "int": signal.SIGINT}.get(fault, signal.SIGKILL)
-            victim = _victim(process, job, chance)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGSTOP if fault == "stop" else number)
-            if fault == "stop":
-                time.sleep(1)
-                # The process may have ended meanwhile.
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(victim, signal.SIGCONT)
-                if process.wait(_MOST_SECONDS) != 0:
-                    wrong.append(f"the stopped command failed: {_last_error(log)}")
-            elif job.victims != "itself":
-                # The other processes of the command have to end by themselves.
-                process.wait(_MOST_SECONDS)
+            _signal(fault, process, job, found, log, chance)
     finally:
-        _end(process)
+        status = _end(process)
+    if found.status is None:
+        found.status = status
     if fault == "cut":
         _lose([path for path in output.parent.rglob("*") if path.is_file()], synced, chance)
     if fault == "source":
-        wrong += _change_text(job, output, chance)
-    return wrong
+        found.wrong += _change_text(job, output, chance)
+    return found
+
+
+def _start_again(
+    process: subprocess.Popen, job: Job, output: pathlib.Path, found: Disturbance
+) -> None:
+    """Starts a command a second time while it runs. Both may end well, or one is refused."""
+    log = _log_of(output)
+    second = _end(_start(job.arguments(output), log))
+    refused = "is in use" in _last_error(log) or "already exists" in _last_error(log)
+    if second not in (0, 2) or (second == 2 and not refused):
+        found.wrong.append(f"the second command ended with status {second}: {_last_error(log)}")
+    found.status = process.wait(_MOST_SECONDS)
+    if found.status != 0 and second != 0:
+        found.wrong.append(f"both commands failed: {_last_error(log)}")
+
+
+def _signal(
+    fault: str,
+    process: subprocess.Popen,
+    job: Job,
+    found: Disturbance,
+    log: pathlib.Path,
+    chance: random.Random,
+) -> None:
+    """Sends a signal to one of a command's processes and waits for the end of those that do not end at once."""
+    numbers = {"term": signal.SIGTERM, "int": signal.SIGINT, "stop": signal.SIGSTOP}
+    number = numbers.get(fault, signal.SIGKILL)
+    victim = _victim(process, job, chance)
+    found.victim = _role(victim)
+    # The handlers of both signals are set together; Python itself has one for SIGINT before.
+    is_handled = fault in ("term", "int") and _handles(victim, signal.SIGTERM)
+    try:
+        os.kill(victim, number)
+    except ProcessLookupError:
+        found.has_hit = False
+    if fault == "stop":
+        time.sleep(1)
+        # The process may have ended meanwhile.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGCONT)
+        found.status = process.wait(_MOST_SECONDS)
+        if found.status != 0:
+            found.wrong.append(f"the stopped command failed: {_last_error(log)}")
+    elif fault in ("term", "int") or job.victims != "itself":
+        # The other processes of the command have to end by themselves, as has one that handles the signal.
+        found.status = process.wait(_MOST_SECONDS)
+    # A command that is about to end may still end with status 0.
+    is_its_status = victim == process.pid or job.victims == "peers"
+    if is_handled and is_its_status and found.status not in (0, 75):
+        found.wrong.append(
+            f"after SIG{fault.upper()} it ended with status {found.status}: {_tail(log)}"
+        )
 
 
 def _change_text(job: Job, output: pathlib.Path, chance: random.Random) -> list[str]:
@@ -460,7 +564,6 @@ def _trial(
     name: str, fault: str, number: int, job: Job, reference: dict, root: pathlib.Path
 ) -> dict:
     chance = random.Random(f"{_SEED.value} {name} {fault} {number}")
-    moment = chance.uniform(0, reference["cpu_seconds"])
     folder = root / f"{name}-{fault}-{number}"
     if folder.is_mount():
         # A campaign that was killed left its file system mounted.
@@ -469,56 +572,50 @@ def _trial(
     folder.mkdir()
     # The output has the same name as the reference's, because the model card of an export contains it.
     output = folder / name
-    begun = root / "reference" / job.source if job.source else None
     room = 2**30
     if fault == "full":
+        # Files that the command replaces need room for both versions, so that a disk of less than the output's size is always full.
+        begun = root / "reference" / job.source if job.source else None
         room = _size(begun) if begun else 0
-        # Unfinished files need room, too.
-        room += chance.randint(4096, 2 * _size(root / "reference" / name))
+        room += chance.randint(4096, max(8192, reference["bytes"] - room))
     disk = _mounted(folder, room) if fault in ("full", "readonly") else contextlib.nullcontext()
     with disk:
-        calls, wrong = _disturb_and_recover(name, fault, job, output, moment, chance, reference)
-    if not wrong:
+        calls, found = _disturb_and_recover(name, fault, job, output, chance, reference)
+    if not found.wrong:
         shutil.rmtree(folder)
         for path in root.glob(f"{folder.name}.*"):
             path.unlink()
     asked = {"seed": _SEED.value, "job": name, "fault": fault, "number": number}
-    return asked | {"moment": round(moment, 3), "calls": calls, "wrong": wrong}
+    return asked | {"calls": calls} | dataclasses.asdict(found)
 
 
 def _disturb_and_recover(
-    name: str,
-    fault: str,
-    job: Job,
-    output: pathlib.Path,
-    moment: float,
-    chance: random.Random,
-    reference: dict,
-) -> tuple[int, list[str]]:
-    """How many calls a disturbed command took to its end, and what went wrong."""
-    folder, calls = output.parent, 0
+    name: str, fault: str, job: Job, output: pathlib.Path, chance: random.Random, reference: dict
+) -> tuple[int, Disturbance]:
+    """How many calls a disturbed command took to its end, and what the fault met and what went wrong."""
+    folder, calls, found = output.parent, 0, Disturbance()
     if job.source:
         shutil.copytree(folder.with_name("reference") / job.source, output)
     try:
         if fault == "readonly":
             _mount("-o", "remount,ro", str(folder))
-        wrong = _disturb(fault, job, output, moment, chance)
+        found = _disturb(fault, job, output, reference, chance)
         if fault in ("full", "readonly"):
             _mount("-o", f"remount,rw,size={2**30}", str(folder))
         calls, more = _recover(job, output)
-        wrong += more
+        found.wrong += more
     except subprocess.TimeoutExpired:
         # `_end` has killed the command.
-        wrong = ["it hangs"]
-    if not wrong:
+        found.wrong = ["it hangs"]
+    if not found.wrong:
         try:
-            found = json.loads(json.dumps(job.outcome(output)))
-            wrong += [f"{key} differs" for key in _differing(found, reference["outcome"])]
+            outcome = json.loads(json.dumps(job.outcome(output)))
+            found.wrong += [f"{key} differs" for key in _differing(outcome, reference["outcome"])]
         except (OSError, ValueError, KeyError) as error:
-            wrong.append(f"the output cannot be read: {error!r}")
+            found.wrong.append(f"the output cannot be read: {error!r}")
         left = {path.name for path in folder.iterdir()} - {name}
-        wrong += [f"{one} is left" for one in sorted(left)]
-    return calls, wrong
+        found.wrong += [f"{one} is left" for one in sorted(left)]
+    return calls, found
 
 
 def _differing(found: Any, expected: Any) -> list[str]:
@@ -530,13 +627,16 @@ def _differing(found: Any, expected: Any) -> list[str]:
 
 
 def _reference(name: str, job: Job, jobs: dict[str, Job], root: pathlib.Path) -> dict:
-    """Outcome and CPU time of an undisturbed command. The second of two calls is measured, which compiles nothing."""
+    """Outcome, bytes, seconds and CPU seconds of an undisturbed command.
+
+    The second of two calls is measured, which compiles nothing, unless the command compiles at each call.
+    """
     path = root / "reference" / f"{name}.json"
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
     (root / "reference").mkdir(exist_ok=True)
     output, log = root / "reference" / name, root / "reference" / "log.txt"
-    for _ in range(2):
+    for _ in range(2 if job.is_cached else 1):
         if output.is_dir():
             shutil.rmtree(output)
         if job.source:
@@ -552,20 +652,26 @@ def _reference(name: str, job: Job, jobs: dict[str, Job], root: pathlib.Path) ->
             raise UserError(f"the undisturbed {name} failed: {_last_error(log)}, see {log}")
         ended = os.times()
     used = ended.children_user + ended.children_system - began.children_user - began.children_system
-    record = {"cpu_seconds": used, "outcome": job.outcome(output)}
+    record = {
+        "cpu_seconds": used,
+        "seconds": ended.elapsed - began.elapsed,
+        "bytes": _size(output),
+        "outcome": job.outcome(output),
+    }
     write_atomically(path, json.dumps(record))
     return json.loads(json.dumps(record))
 
 
 def _show(records: list[dict]) -> None:
     table = rich.table.Table(
-        "job", "fault", "times", "recovered", "after a `mv`", "lost", title="faults"
+        "job", "fault", "times", "hit", "recovered", "after a `mv`", "lost", title="faults"
     )
     for name, fault in dict.fromkeys((one["job"], one["fault"]) for one in records):
         some = [one for one in records if (one["job"], one["fault"]) == (name, fault)]
         lost = [one for one in some if one["wrong"]]
         again = sum(one["calls"] > 1 for one in some if not one["wrong"])
-        cells = (len(some), len(some) - len(lost), again, len(lost))
+        hit = sum(one["has_hit"] for one in some)
+        cells = (len(some), hit, len(some) - len(lost), again, len(lost))
         table.add_row(name, fault, *map(str, cells))
     progress.console().print(table)
     for one in records:

@@ -37,10 +37,11 @@ from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError
+from calm_jax.run.workdir import OWN_FILES
 from tests.tiny_model import tiny
 
 _FOLDER = flags.DEFINE_string("folder", "", "folder for runs and results")
-_MINUTES = flags.DEFINE_float("minutes", 60, "minutes for each job", lower_bound=0.5)
+_MINUTES = flags.DEFINE_float("minutes", 60, "minutes for each job", lower_bound=0.1)
 _SEED = flags.DEFINE_integer("seed", 0, "seed of texts, requests and kills")
 _JOBS = flags.DEFINE_list("jobs", ["train", "serve", "prepare"], "what to run, one after the other")
 
@@ -126,20 +127,25 @@ def _train(soak: _Soak) -> None:
     often.append("--config.lm.training.eval_every=100000000")
     recipe = f"--config=tests/tiny_recipe.py:{_text(soak.root, 12, 400)}"
     arguments = ["calm_jax.main", recipe, f"--workdir={workdir}", *often]
-    soak.began = time.monotonic()
     process = _start(soak.log, *arguments, "--config.lm.training.num_steps=100000000")
     # Reads the output, so that it does not fill the pipe and block the process.
     reader = threading.Thread(target=process.stdout.read)
     reader.start()
+    # The time begins with the first checkpoint, after compilation and the first stage.
+    while not (workdir / "lm" / str(_STEPS)).exists() and process.poll() is None:
+        time.sleep(0.1)
+    soak.began = time.monotonic()
     soak.watch(process)
     process.send_signal(signal.SIGTERM)
     status = process.wait(300)
     reader.join()
     if status != 75:
         soak.wrong.append(f"status {status}")
-    names = [path.name for path in (workdir / "lm").glob("*")]
-    soak.wrong += [f"{name} is left" for name in names if not name.isdigit()]
-    last = max((int(name) for name in names if name.isdigit()), default=0)
+    soak.wrong += [f"{one.name} is left" for one in workdir.iterdir() if one.name not in OWN_FILES]
+    for stage in ("autoencoder", "lm"):
+        names = [path.name for path in (workdir / stage).iterdir()]
+        soak.wrong += [f"{stage}/{name} is left" for name in names if not name.isdigit()]
+    last = max((int(path.name) for path in (workdir / "lm").glob("[0-9]*")), default=0)
     soak.done = last // _STEPS
     resumed = _start(soak.log, *arguments, f"--config.lm.training.num_steps={last + _STEPS}")
     shown, _ = resumed.communicate(timeout=_PATIENCE)

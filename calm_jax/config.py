@@ -347,14 +347,15 @@ _TRAINING_KEYS = (
     "lm.data.",
     "lm.training.batch_size",
 )
-# Exceptions, which may differ: these keys change only how a value is computed, how a head is sampled, how bad records are
-# handled or where the tokenizer's file is.
+# Exceptions, which may differ: these keys change only how a value is computed, how a head is sampled, how text is read, how bad
+# records are handled or where the tokenizer's file is.
 _FREE_KEYS = (
     "lm.model.remat",
     "lm.model.attention",
     "lm.head.num_steps",
     "lm.head.solver",
     "data.on_bad_record",
+    "data.read_threads",
     "tokenizer.path",
 )
 

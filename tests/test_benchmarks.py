@@ -133,22 +133,35 @@ def test_evaluation_has_both_chunk_sizes_and_the_baseline():
 def test_startup_alternates_an_empty_and_a_full_cache(monkeypatch):
     seen = []
 
-    def process(stage, cache):
+    def process(cache):
         warm = any(cache.iterdir())
         (cache / "program").touch()
         seen.append(warm)
-        return {
-            "seconds": dict.fromkeys(("import", "state", "compile", "step"), 3.0 - warm),
-            "rss_mb": 10.0 * len(seen),
-        }
+        return 3.0 - warm, 10.0 * len(seen)
 
     monkeypatch.setattr(startup, "_process", process)
-    found = startup.cases(options(rounds=2))["startup:lm"]()
+    found = startup.cases(options(rounds=2))["startup"]()
     assert seen == [False, True, False, True]
     times = {one["case"]: (one["ms"], one["rss_mb"]) for one in found}
-    assert len(times) == 8
-    assert times["startup:lm:compile-cold"] == (3000, 30)
-    assert times["startup:lm:compile-warm"] == (2000, 40)
+    assert times == {"startup:cold": (3000, 30), "startup:warm": (2000, 40)}
+
+
+def test_startup_waits_for_the_first_step_and_refuses_a_command_that_fails(tmp_path, monkeypatch):
+    write = (
+        "import pathlib, sys, time; workdir = pathlib.Path(sys.argv[-1].partition('=')[2]); "
+        "workdir.mkdir(); time.sleep(0.5); (workdir / 'metrics.jsonl').write_text('step 1')"
+    )
+    kept = "; time.sleep(600)"
+    for program, reason in ((write + kept, ""), ("import sys; sys.exit('no text')", "no text")):
+        (tmp_path / "program.py").write_text(program)
+        monkeypatch.setattr(startup, "ROOT", tmp_path)
+        monkeypatch.setattr(startup, "_COMMAND", ("program",))
+        if reason:
+            with pytest.raises(UserError, match="startup: the command failed: no text"):
+                startup._process(tmp_path / "cache")
+        else:
+            seconds, peak = startup._process(tmp_path / "cache")
+            assert 0.5 < seconds < 60 and 1 < peak < 1000
 
 
 # --- Earlier results

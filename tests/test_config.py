@@ -768,6 +768,7 @@ def test_keys_that_would_silently_change_a_resumed_run_are_fixed_for_training_on
         ("lm.model.attention", "splash"),
         ("tokenizer.path", "elsewhere.model"),
         ("data.on_bad_record", "skip"),
+        ("data.read_threads", 2),
         ("lm.training.num_steps", 5),
         ("lm.training.accumulation_steps", 2),
         ("eval.num_samples", 4),

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from benchmarks import faults
+from calm_jax.errors import UserError
 from tests.workdirs import run
 
 
@@ -47,9 +48,8 @@ def test_a_command_that_hangs_is_killed_and_recorded(tmp_path, monkeypatch):
     sleep = ["timeit", "-n1", f"__import__('time').sleep(600)  # {tmp_path}"]
     job = faults.Job(lambda output: sleep, lambda output: {})
     for fault in ("kill", "two"):
-        record = faults._trial(
-            "hung", fault, 0, job, {"cpu_seconds": 0.01, "outcome": {}}, tmp_path
-        )
+        reference = {"cpu_seconds": 0.01, "seconds": 0.01, "bytes": 1, "outcome": {}}
+        record = faults._trial("hung", fault, 0, job, reference, tmp_path)
         assert record["wrong"] == ["it hangs"]
     commands = pathlib.Path("/proc").glob("[0-9]*/cmdline")
     assert not any(sleep[-1].encode() in _read(command) for command in commands)
@@ -71,14 +71,24 @@ def test_a_fault_comes_after_a_time_of_computing_and_not_of_waiting():
 
 def test_a_clock_is_set_back_by_a_day(tmp_path):
     times = "import time; a = time.time(); time.sleep(0.5); print(time.time() - a)"
-    preloaded = {"LD_PRELOAD": faults._preloaded(tmp_path, "clock"), "CLOCK_BACK_AFTER": "0.2"}
-    shown = subprocess.run(
-        [sys.executable, "-S", "-c", times],
-        env=os.environ | preloaded,
-        capture_output=True,
-        check=True,
-    ).stdout
-    assert -86400 < float(shown) < -86300
+    log = tmp_path / "log"
+
+    def shown(seconds: float) -> float:
+        preloaded = {
+            "LD_PRELOAD": faults._preloaded(tmp_path, "clock"),
+            "CLOCK_BACK_AT": str(time.monotonic() + seconds),
+            "CLOCK_LOG": str(log),
+        }
+        command = [sys.executable, "-S", "-c", times]
+        env = os.environ | preloaded
+        return float(subprocess.run(command, env=env, capture_output=True, check=True).stdout)
+
+    assert 0.5 <= shown(600) < 100
+    assert not log.exists()
+    # The process starts within three tenths of a second, or it starts after the jump and sees none.
+    between = [shown(0.3) for _ in range(5)]
+    assert any(-86400 < seconds < -86300 for seconds in between)
+    assert len(log.read_text().splitlines()) == 5
 
 
 def test_a_signal_goes_to_one_of_the_processes_of_a_job(tmp_path):
@@ -99,6 +109,39 @@ def test_a_signal_goes_to_one_of_the_processes_of_a_job(tmp_path):
             assert victims("all") == victims("children") | {process.pid}
         finally:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_what_a_signal_meets_is_recorded(tmp_path):
+    """A command that handles SIGTERM has to end with status 75; one that does not handle it yet, with the signal."""
+    handled = "import signal, sys; signal.signal(15, lambda *_: sys.exit({})); "
+    rest = "open({!r}, 'w').close(); signal.pause()"
+    expected = {"75": [], "3": ["after SIGTERM it ended with status 3: "]}
+    for status, wrong in expected.items():
+        ready = tmp_path / status
+        code = handled.format(status) + rest.format(str(ready))
+        job = faults.Job(lambda output: [], lambda output: {})
+        found = faults.Disturbance()
+        log = tmp_path / "log"
+        log.write_text("")
+        with subprocess.Popen([sys.executable, "-c", code]) as process:
+            while not ready.exists():
+                time.sleep(0.01)
+            faults._signal("term", process, job, found, log, random.Random(0))
+        assert (found.status, found.wrong, found.has_hit) == (int(status), wrong, True)
+        assert found.victim.startswith("-c import signal")
+        assert not faults._handles(process.pid, signal.SIGTERM)
+        assert faults._role(process.pid) == "ended"
+
+
+def test_what_a_fault_finds_on_the_disk_is_recorded(tmp_path):
+    output, found = tmp_path / "train", faults.Disturbance()
+    job = faults.Job(lambda output: [], faults._of_run)
+    found.meets(job, output, 8192)
+    assert (found.stage, found.written) == ("", 0)
+    (output / "autoencoder").mkdir(parents=True)
+    (output / "autoencoder" / "file").write_bytes(b"x")
+    found.meets(job, output, 8192)
+    assert (found.stage, found.written) == ("autoencoder", 0.5)
 
 
 def test_a_changed_text_is_restored(tmp_path):
@@ -127,20 +170,47 @@ def _read(command: pathlib.Path) -> bytes:
         return b""
 
 
+# At least one trial of each fault, and of each command but the training in two processes, which takes minutes;
+# tests/parallel/test_processes.py kills one of two.
+_CAMPAIGN = {
+    "train": ("cut", "term"),
+    "evaluate": ("int",),
+    "generate": ("stop", "clock"),
+    "serve": ("kill",),
+    "prepare": ("term", "source"),
+    "convert": ("full", "readonly"),
+    "export": ("kill", "two", "orphan"),
+}
+
+
+def _can_mount(folder: pathlib.Path) -> bool:
+    folder.mkdir()
+    try:
+        with faults._mounted(folder, 4096):
+            return True
+    except UserError:
+        return False
+
+
 @pytest.mark.slow
 def test_commands_that_are_disturbed_lose_nothing(tmp_path):
-    """One trial of each: two processes, a server, and commands of one process."""
-    command = ("benchmarks.faults", f"--folder={tmp_path}", "--times=1")
+    campaign = dict(_CAMPAIGN)
+    if not _can_mount(tmp_path / "mounted"):
+        print("faults full and readonly are left out: this user cannot mount a tmpfs")
+        del campaign["convert"]
+    else:
+        assert {fault for some in campaign.values() for fault in some} == set(faults.FAULTS)
     env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    for more in (
-        ("--jobs=train", "--faults=cut"),
-        ("--jobs=export", "--faults=kill,two,orphan"),
-        ("--jobs=serve", "--faults=kill"),
-        ("--jobs=pair", "--faults=kill"),
-    ):
-        run(*command, *more, env=env)
-    records = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
-    assert [one["wrong"] for one in records] == [[]] * 6
+    command = ("benchmarks.faults", f"--folder={tmp_path}/runs", "--times=1")
+    for job, some in campaign.items():
+        run(*command, f"--jobs={job}", f"--faults={','.join(some)}", env=env)
+    trials = tmp_path / "runs" / "trials.jsonl"
+    records = [json.loads(line) for line in trials.read_text().splitlines()]
+    expected = [(job, fault) for job, some in campaign.items() for fault in some]
+    assert [(one["job"], one["fault"]) for one in records] == expected
+    assert [one["wrong"] for one in records] == [[]] * len(records)
+    # Moments are random, and a fault may come after the command's end; most hit.
+    assert sum(one["has_hit"] for one in records) > len(records) / 2
     # What is done is not done again.
     run(*command, "--jobs=export", "--faults=kill,two,orphan", env=env)
-    assert len((tmp_path / "trials.jsonl").read_text().splitlines()) == 6
+    assert len(trials.read_text().splitlines()) == len(records)

@@ -44,7 +44,7 @@ from calm_jax.training import checkpoint
 # Only a workdir of converted parameters has this file.
 _ORIGIN = "converted.json"
 # All files that a run writes; unfinished ones have ".tmp" after the name. --overwrite refuses to delete a folder with any other.
-_OWN_FILES = {
+OWN_FILES = {
     *("autoencoder", "lm", "init_autoencoder", "init_lm", "tokenizer", "tensorboard", "profile"),
     *("config.json", "corpus.json", _ORIGIN, "memory.json", "results.json", "metrics.jsonl"),
     *("evaluations.jsonl", "samples.jsonl", "samples.txt", "report.html", "plane.png"),
@@ -259,7 +259,7 @@ class Workdir:
             return
         _ = self.config  # Raises `UserError` for the config.json of another program.
         names = sorted(entry.name for entry in self.path.iterdir())
-        foreign = [name for name in names if name.removesuffix(".tmp") not in _OWN_FILES]
+        foreign = [name for name in names if name.removesuffix(".tmp") not in OWN_FILES]
         if foreign:
             raise UserError(
                 f"--overwrite would delete {self.path / foreign[0]}, which is no file of a run: move it away first"
