@@ -366,9 +366,14 @@ def _mount(*arguments: str) -> None:
 
 
 def _size(path: pathlib.Path) -> int:
-    """The bytes of a file, or of the files in a folder, in whole pages."""
-    files = [one for one in (path, *path.rglob("*")) if one.is_file()]
-    return sum(-(-one.stat().st_size // 4096) * 4096 for one in files)
+    """The bytes of a file, or of the files in a folder, in whole pages. Files that vanish meanwhile do not count."""
+    files = [path] if path.is_file() else []
+    files += [pathlib.Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+    total = 0
+    for one in files:
+        with contextlib.suppress(FileNotFoundError):
+            total += -(-one.stat().st_size // 4096) * 4096
+    return total
 
 
 def _last_error(log: pathlib.Path) -> str:
