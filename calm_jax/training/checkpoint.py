@@ -171,13 +171,15 @@ class Checkpointer:
             return about
 
     def close(self) -> None:
-        with ends_if_set_back(str(self.folder)):
+        """Waits for a started save, and ends Orbax's threads. Raises `UserError` if the save failed."""
+        with _write_errors(self.folder), ends_if_set_back(str(self.folder)):
             self._manager.close()
 
 
 @contextlib.contextmanager
 def _write_errors(folder: pathlib.Path) -> Iterator[None]:
     """Turns an error while a checkpoint is written into a `UserError`."""
+    _hide_late_errors()
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -220,43 +222,44 @@ def check_files(folder: pathlib.Path, step: int | None) -> None:
             raise UserError(_damage(folder, step, f"{path} is too large"))
 
 
-def _is_late_read(error: BaseException | None) -> bool:
+def _is_late(error: BaseException | None) -> bool:
+    """Whether an error is one of those that `_hide_late_errors` hides."""
     if isinstance(error, RuntimeError) and str(error) == "Event loop is closed":
         return True
     frames = traceback.extract_tb(error.__traceback__) if error else []
     return "OCDBT" in str(error) or any("orbax" in frame.filename for frame in frames)
 
 
-class _NoLateReads(logging.Filter):
-    """Drops asyncio's log records about errors of late reads (see `_hide_late_reads`) that nobody retrieved."""
+class _NoLateErrors(logging.Filter):
+    """Drops asyncio's log records about errors that nobody retrieved (see `_hide_late_errors`)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         is_unasked = "exception was never retrieved" in record.getMessage()
-        return not (is_unasked and _is_late_read(record.exc_info[1] if record.exc_info else None))
+        return not (is_unasked and _is_late(record.exc_info[1] if record.exc_info else None))
 
 
 @functools.cache
-def _hide_late_reads() -> None:
-    """From now on, keeps this process from printing the errors of reads that end after another read has failed.
+def _hide_late_errors() -> None:
+    """From now on, keeps this process from printing the errors of reads and writes that end after another one has failed.
 
-    Orbax reads all arrays concurrently. At the first error it closes its event loop and raises the error. The other reads
-    end later: TensorStore's threads then find the loop closed, and if such a read fails too, nobody retrieves its error.
+    Orbax reads and writes all arrays concurrently. At the first error it closes its event loop and raises the error. The others
+    end later: TensorStore's threads then find the loop closed, and if such a read or write fails too, nobody retrieves its error.
     """
     shown = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
         code = getattr(unraisable.object, "cr_code", None)
-        if not (_is_late_read(unraisable.exc_value) or (code and "orbax" in code.co_filename)):
+        if not (_is_late(unraisable.exc_value) or (code and "orbax" in code.co_filename)):
             shown(unraisable)
 
     sys.unraisablehook = hook
-    logging.getLogger("asyncio").addFilter(_NoLateReads())
+    logging.getLogger("asyncio").addFilter(_NoLateErrors())
 
 
 @contextlib.contextmanager
 def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
     """Turns every error while a checkpoint is read into a `UserError`: for damaged files Orbax raises many types."""
-    _hide_late_reads()
+    _hide_late_errors()
     try:
         check_files(folder, step)
         yield

@@ -90,8 +90,10 @@ class MetricsLog:
         return self._events[stage]
 
     def close(self) -> None:
-        for events in self._events.values():
-            events.close()
+        """Closes the files for TensorBoard. Raises `UserError` if their last records cannot be written."""
+        with os_errors(self._events_folder, "written"):
+            for events in self._events.values():
+                events.close()
 
 
 def read_records(path: pathlib.Path) -> list[dict]:

@@ -1,5 +1,6 @@
 """Checksums of checkpoints: their definition, on any mesh, and damaged bits of a stored checkpoint."""
 
+import errno
 import gc
 import json
 import logging
@@ -12,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorboardX
 
 from calm_jax.errors import UserError
 from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.training import checkpoint
 from calm_jax.training.checkpoint import Checkpointer, latest_step, load_params
 from calm_jax.training.checksums import checksums
+from calm_jax.training.log import MetricsLog
 from tests.simulated_devices import run_program
 
 # Of more than one block, of parts of a block, and with as few axes and elements as there can be.
@@ -220,7 +223,7 @@ def test_reads_that_end_after_an_error_print_nothing(tmp_path, monkeypatch, capl
     """At any time after it: TensorStore's threads report them to the hook, and asyncio logs those that nobody asked for."""
     shown = []
     monkeypatch.setattr(sys, "unraisablehook", shown.append)
-    checkpoint._hide_late_reads.cache_clear()
+    checkpoint._hide_late_errors.cache_clear()
     saved = save(tmp_path / "lm")
     files = (tmp_path / "lm" / "20" / "params" / "d").iterdir()
     largest = max(files, key=lambda one: one.stat().st_size)
@@ -240,6 +243,37 @@ def test_reads_that_end_after_an_error_print_nothing(tmp_path, monkeypatch, capl
         log.error("Task exception was never retrieved", exc_info=error)
     assert [str(one.exc_value) for one in shown] == ["another"]
     assert len([one for one in caplog.messages if "never retrieved" in one]) == 1
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_save_that_fails_while_the_run_closes_is_one_line(tmp_path, monkeypatch):
+    """`close` waits for a started save, as `wait` does, and must not raise Orbax's error."""
+    tree = {"x": jnp.ones(8)}
+    for end in (Checkpointer.wait, Checkpointer.close):
+        folder = tmp_path / end.__name__
+        with jax.set_mesh(mesh_of(1, 1, 1)):
+            checkpointer = Checkpointer(folder, 2)
+            checkpointer.save(10, tree, tree, {})
+            checkpointer.wait()
+            with monkeypatch.context() as patched:
+                patched.setattr(checkpoint, "sync", full_disk)
+                checkpointer.save(20, tree, tree, {})
+                with pytest.raises(UserError, match=r"No space .* the last good one is of step 10"):
+                    end(checkpointer)
+
+
+def test_metrics_that_do_not_fit_on_the_disk_are_one_line(tmp_path, monkeypatch):
+    log = MetricsLog(tmp_path)
+    log.write("lm", "train", 1, {"loss": 1.0})
+    monkeypatch.setattr(tensorboardX.SummaryWriter, "flush", full_disk)
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be written: No space"):
+        log.write("lm", "train", 2, {"loss": 1.0})
+    monkeypatch.setattr(tensorboardX.SummaryWriter, "close", full_disk)
+    with pytest.raises(UserError, match=r"tensorboard cannot be written: No space"):
+        log.close()
 
 
 def test_only_numbers_name_checkpoints_and_an_unreadable_folder_is_not_an_empty_one(tmp_path):
