@@ -55,6 +55,8 @@ _ROOT = pathlib.Path(__file__).parent.parent
 _MOST_SECONDS = 900
 # The largest number of calls until a disturbed command must have ended with status 0.
 _MOST_CALLS = 4
+# A file that takes the last page of a disk that is to be full, and the bytes of a page.
+_BALLAST, _PAGE = "ballast", 4096
 _TIMING = {
     "seconds",
     "tokens_per_second",
@@ -237,7 +239,8 @@ class Disturbance:
             stages = [name for name in ("autoencoder", "lm") if (output / name).is_dir()]
             self.stage = stages[-1] if stages else ""
         # Commands write beside their output before they rename it.
-        self.written = round(_size(output.parent) / max(1, reference_bytes), 3)
+        found = _size(output.parent) - _size(output.parent / _BALLAST)
+        self.written = round(found / max(1, reference_bytes), 3)
 
 
 def _start(
@@ -343,10 +346,12 @@ def _victim(process: subprocess.Popen, job: Job, chance: random.Random) -> int:
 
 
 @contextlib.contextmanager
-def _mounted(folder: pathlib.Path, size: int) -> Iterator[None]:
-    """Mounts a tmpfs with room for `size` bytes at an empty folder."""
-    _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
+def _mounted(folder: pathlib.Path, room: int) -> Iterator[None]:
+    """Mounts a tmpfs with room for `room` bytes, in whole pages, at an empty folder."""
+    # For tmpfs a size of 0 means that there is no limit, so a file takes one more page.
+    _mount("-t", "tmpfs", "-o", f"size={_PAGE + room}", "tmpfs", str(folder))
     try:
+        (folder / _BALLAST).write_bytes(bytes(_PAGE))
         yield
     finally:
         _unmount(folder)
@@ -372,7 +377,7 @@ def _size(path: pathlib.Path) -> int:
     total = 0
     for one in files:
         with contextlib.suppress(FileNotFoundError):
-            total += -(-one.stat().st_size // 4096) * 4096
+            total += -(-one.stat().st_size // _PAGE) * _PAGE
     return total
 
 
@@ -579,10 +584,9 @@ def _trial(
     output = folder / name
     room = 2**30
     if fault == "full":
-        # Files that the command replaces need room for both versions, so that a disk of less than the output's size is always full.
-        begun = root / "reference" / job.source if job.source else None
-        room = _size(begun) if begun else 0
-        room += chance.randint(4096, max(8192, reference["bytes"] - room))
+        # What the output has before the command has room, and what it has afterwards has not.
+        room = _size(root / "reference" / job.source) if job.source else 0
+        room += chance.randint(0, max(0, reference["bytes"] - room - 1)) // _PAGE * _PAGE
     disk = _mounted(folder, room) if fault in ("full", "readonly") else contextlib.nullcontext()
     with disk:
         calls, found = _disturb_and_recover(name, fault, job, output, chance, reference)
@@ -607,6 +611,7 @@ def _disturb_and_recover(
         found = _disturb(fault, job, output, reference, chance)
         if fault in ("full", "readonly"):
             _mount("-o", f"remount,rw,size={2**30}", str(folder))
+            (folder / _BALLAST).unlink()
         calls, more = _recover(job, output)
         found.wrong += more
     except subprocess.TimeoutExpired:
