@@ -28,9 +28,15 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.forked import collect_garbage_rarely  # noqa: E402
 from tests.workdirs import WORDS, train  # noqa: E402
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+def pytest_collection_finish() -> None:
+    """All test files are imported."""
+    collect_garbage_rarely()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ commands, for text preparation, which imports no JAX, and wherever a test sends 
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import pathlib
@@ -26,11 +27,20 @@ _CONTEXT.set_forkserver_preload(
 )
 
 
-def run(args: tuple[str, ...], timeout: float = 500) -> tuple[int, str, str]:
-    """The exit status, stdout and stderr of `python -m ARGS`, in the environment of the caller and the root folder."""
+def run(
+    args: tuple[str, ...], xla_flags: str | None = None, timeout: float = 500
+) -> tuple[int, str, str]:
+    """The exit status, stdout and stderr of `python -m ARGS`, in the environment of the caller and the root folder.
+
+    xla_flags: XLA_FLAGS in place of the caller's. XLA reads them when the forked process first computes; other variables may
+      have been read before the fork.
+    """
+    environment = dict(os.environ)
+    if xla_flags is not None:
+        environment["XLA_FLAGS"] = xla_flags
     with tempfile.TemporaryDirectory() as folder:
         out, err = (pathlib.Path(folder) / name for name in ("out", "err"))
-        command = (args, out, err, dict(os.environ))
+        command = (args, out, err, environment)
         process = _CONTEXT.Process(target=_run_as_main, args=command)
         process.start()
         process.join(timeout)
@@ -39,6 +49,12 @@ def run(args: tuple[str, ...], timeout: float = 500) -> tuple[int, str, str]:
             process.join()
             raise TimeoutError(f"{args}: {out.read_text()}{err.read_text()}")
         return process.exitcode, out.read_text(), err.read_text()
+
+
+def collect_garbage_rarely() -> None:
+    """Saves a fifth of the time of tracing, which makes many objects: Python looks for cycles among them and those of JAX's modules."""
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 def _run_as_main(
@@ -55,6 +71,7 @@ def _run_as_main(
     os.environ.update(environment)
     sys.path.insert(0, str(ROOT))
     sys.argv = list(args)
+    collect_garbage_rarely()
     try:
         runpy.run_module(args[0], run_name="__main__", alter_sys=True)
     finally:

@@ -13,7 +13,7 @@ import pytest
 
 from calm_jax.config import resolve
 from configs import ar_l, ar_m, ar_s, calm_ablation, calm_l, calm_m, calm_xl, quickstart
-from tests.workdirs import ROOT, as_users_compile, run
+from tests.workdirs import ROOT, run
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Every page for readers, by its name in the repository.
@@ -230,7 +230,7 @@ def test_the_quickstart_in_a_short_form(tmp_path):
         "--config.sample.max_tokens=8",
     ]
     assert command[0] == "-m"
-    out = run(*command[1:], *short, env=as_users_compile())
+    out = run(*command[1:], *short, xla_flags="")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     # The floor stands on the text alone, so it is the same as after the whole run.
     assert 4 < results["floor"]["brierlm"] < 9

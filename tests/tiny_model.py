@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import tempfile
 from typing import Any
 
 import flax.traverse_util
@@ -79,26 +80,11 @@ def tiny(arguments: str = "k=4", block_tokens: int = 256) -> Tiny:
     return Tiny(task, random_params(task, seed=0), frozen, tokenizer, config)
 
 
-# Runs many command lines in one process, so that importing, loading and compiling happen once.
-_DRIVER = """
-import functools, json, sys
-from absl import flags
-from calm_jax import generate
-from calm_jax.run.generator import Generator
-from tests.captured import captured
-
-# Loading a model again would compile it again.
-Generator.load = functools.cache(Generator.load)
-results = []
-for args in json.load(sys.stdin):
-    flags.FLAGS.unparse_flags()
-    flags.FLAGS(["generate", *args])
-    results.append(captured(lambda: generate.main(["generate"])))
-json.dump(results, sys.stdout)
-"""
-
-
 def run_generate(*commands: list[str]) -> list[tuple[int, str, str]]:
     """(exit status, stdout, stderr) of `python -m calm_jax.generate` with each of these arguments."""
-    done = workdirs.run_program(_DRIVER, input=json.dumps(commands))
-    return [tuple(result) for result in json.loads(done.stdout)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "commands.json"
+        file.write_text(json.dumps(commands), encoding="utf-8")
+        return [
+            tuple(one) for one in json.loads(workdirs.run("tests.generate_commands", str(file)))
+        ]

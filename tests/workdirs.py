@@ -1,7 +1,6 @@
 """Helpers that run the commands of the package as subprocesses, and read the workdirs that they write."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -31,15 +30,14 @@ def start(*args: str, stderr=subprocess.PIPE, **popen) -> subprocess.Popen:
     )
 
 
-def as_users_compile() -> dict[str, str]:
-    """The environment of a command that is to be compiled with all optimisation, which tests leave out (conftest.py)."""
-    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+def run(*args: str, status: int = 0, xla_flags: str | None = None, **popen) -> str:
+    """Runs `python -m ARGS`, which must end with `status`. Returns stdout, or for another status than 0 the line of error.
 
-
-def run(*args: str, status: int = 0, **popen) -> str:
-    """Runs `python -m ARGS`, which must end with `status`. Returns stdout, or for another status than 0 the line of error."""
+    xla_flags: XLA_FLAGS in place of the caller's; empty: programs are compiled as users' are, with all optimisation, which tests
+      leave out (conftest.py). popen: options of `Popen`, with which a process of its own is started.
+    """
     if not popen and not args[0].startswith("calm_jax.data."):
-        returncode, out, err = forked.run(args)
+        returncode, out, err = forked.run(args, xla_flags)
     else:
         process = start(*args, **popen)
         out, err = process.communicate(timeout=500)

@@ -32,14 +32,13 @@ def test_a_dry_run_prints_every_name_and_writes_nothing(golden, tokenizer_file, 
 def test_a_conversion_on_two_devices_writes_the_same_parameters(
     golden, tokenizer_file, converted, tmp_path
 ):
-    two = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     shown = run(
         "calm_jax.interop.convert",
         f"--source={golden / 'energy_k4'}",
         f"--tokenizer={tokenizer_file}",
         f"--workdir={tmp_path / 'two'}",
         "--config.mesh.fsdp=2",
-        env=two,
+        xla_flags="--xla_force_host_platform_device_count=2",
     )
     assert "is ready" in shown
     assert_same(params(Workdir(tmp_path / "two")), params(converted(golden / "energy_k4")))

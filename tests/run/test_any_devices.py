@@ -28,12 +28,13 @@ def train(number: int, text_glob: str, workdir: pathlib.Path, *options: str) -> 
     # A cosine depends on the last step, which the two parts of a run do not share.
     constant = [f"--config.{name}.optimizer.schedule=constant" for name in ("autoencoder", "lm")]
     arguments = [recipe, f"--workdir={workdir}", *constant, *options]
-    return run("calm_jax.main", *arguments, env=on(number))
+    return run("calm_jax.main", *arguments, xla_flags=on(number))
 
 
 def score(number: int, workdir: pathlib.Path) -> dict:
     """The scores of --mode=eval on so many devices."""
-    run("calm_jax.main", "--mode=eval", f"--config=configs/workdir.py:{workdir}", env=on(number))
+    stored = f"--config=configs/workdir.py:{workdir}"
+    run("calm_jax.main", "--mode=eval", stored, xla_flags=on(number))
     return json.loads((workdir / "evaluations.jsonl").read_text().splitlines()[-1])
 
 
@@ -92,11 +93,11 @@ def test_text_and_exported_weights_do_not_depend_on_the_devices(runs, tmp_path):
     for number in (1, 4):
         made = (f"--workdir={workdir}", f"--prompt={PROMPT}", "--max_tokens=16")
         output = tmp_path / f"{number}.jsonl"
-        run("calm_jax.generate", *made, f"--output={output}", env=on(number))
+        run("calm_jax.generate", *made, f"--output={output}", xla_flags=on(number))
         texts.append(json.loads(output.read_text())["tokens"])
         target = tmp_path / f"exported_{number}"
         exported = (f"--workdir={workdir}", f"--target={target}", "--ae_path=autoencoder")
-        run("calm_jax.interop.export", *exported, env=on(number))
+        run("calm_jax.interop.export", *exported, xla_flags=on(number))
         weights.append((target / "model.safetensors").read_bytes())
     # Four devices with too little memory for all parameters, which stay split as the run had them.
     texts.append(json.loads(run_program(4, SPLIT, str(workdir), PROMPT).stdout.splitlines()[-1]))

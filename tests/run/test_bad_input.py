@@ -1,6 +1,5 @@
 """Bad input ends a command with status 2 and one line that has the key and the value; nothing is written."""
 
-import os
 import shutil
 import sys
 
@@ -213,7 +212,7 @@ def test_a_batch_size_that_the_devices_do_not_divide_is_refused(text, tmp_path):
         # As many devices as there are (-1) would be as many as 5 divides over.
         "--config.mesh.data=2",
         status=2,
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+        xla_flags="--xla_force_host_platform_device_count=2",
     )
     assert "lm.training.batch_size=5 must be a multiple of" in line
 

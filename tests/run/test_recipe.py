@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 
+from tests.tiny_model import run_generate
 from tests.workdirs import STAGES, assert_same_bits, evaluate, metrics, run, start, train
 
 
@@ -146,6 +147,13 @@ def variant_runs(text_glob, tmp_path_factory):
     return workdir_of
 
 
+def texts_of(*commands: list[str]) -> list[str]:
+    """What `python -m calm_jax.generate` prints with each of these arguments, in one process."""
+    results = run_generate(*commands)
+    assert [status for status, _, _ in results] == [0] * len(commands), results
+    return [out for _, out, _ in results]
+
+
 def assert_finite(values: dict) -> None:
     for name, value in values.items():
         # BrierLM is 0, without a standard error, where one of its factors is not positive.
@@ -194,13 +202,17 @@ def test_a_killed_baseline_run_resumes_to_the_same_bits(variant_runs, text_glob,
 
 @pytest.mark.slow
 def test_a_baseline_supports_temperatures_of_0_and_above_1_and_top_p(variant_runs):
-    command = ("calm_jax.generate", f"--workdir={variant_runs('head=softmax')}", "--prompt=def ")
-    greedy = [run(*command, "--temperature=0", f"--seed={seed}") for seed in (0, 1)]
-    assert greedy[0] == greedy[1]
-    # A top_p this small leaves only the likeliest token.
-    assert run(*command, "--temperature=2", "--top_p=1e-6") == greedy[0]
-    assert run(*command, "--temperature=2").startswith("def ")
-    error = run(*command, "--sampler=batch", status=2)
+    command = [f"--workdir={variant_runs('head=softmax')}", "--prompt=def "]
+    greedy, again, likeliest, hot = texts_of(
+        [*command, "--temperature=0", "--seed=0"],
+        [*command, "--temperature=0", "--seed=1"],
+        # A top_p this small leaves only the likeliest token.
+        [*command, "--temperature=2", "--top_p=1e-6"],
+        [*command, "--temperature=2"],
+    )
+    assert greedy == again == likeliest
+    assert hot.startswith("def ")
+    error = run("calm_jax.generate", *command, "--sampler=batch", status=2)
     assert "--sampler=batch has no meaning for lm.head.name='softmax'" in error
 
 
@@ -234,16 +246,22 @@ def test_evaluation_does_not_depend_on_the_batch_size(finished):
 @pytest.mark.slow
 def test_a_text_depends_on_the_seed_and_not_on_other_prompts(finished, tmp_path):
     workdir, _ = finished
-    command = ("calm_jax.generate", f"--workdir={workdir}", "--max_tokens=6", "--temperature=1")
-    alone = run(*command, "--prompt=def ", "--seed=3")
+    command = [f"--workdir={workdir}", "--max_tokens=6", "--temperature=1"]
+    alone = run("calm_jax.generate", *command, "--prompt=def ", "--seed=3")
     assert alone.startswith("def ")
-    assert run(*command, "--prompt=def ", "--seed=3") == alone
     prompts = tmp_path / "prompts.txt"
     # Of a dozen steps of training two texts may be equal by chance, but not twenty pairs of them.
     prompts.write_text("def \n" * 20 + "class Value(x\n")
-    many = run(*command, f"--prompts_file={prompts}", "--seed=3")
+    file = f"--prompts_file={prompts}"
+    # In another process than the first text.
+    again, many, others = texts_of(
+        [*command, "--prompt=def ", "--seed=3"],
+        [*command, file, "--seed=3"],
+        [*command, file, "--seed=4"],
+    )
+    assert again == alone
     assert many.startswith(alone) and "\n\nclass Value(x" in many
-    assert run(*command, f"--prompts_file={prompts}", "--seed=4") != many
+    assert others != many
 
 
 @pytest.mark.slow
