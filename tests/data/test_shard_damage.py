@@ -1,6 +1,7 @@
 """Damage of prepared text or of compressed input is an error, or changes nothing."""
 
 import collections
+import functools
 import json
 import pathlib
 import random
@@ -196,6 +197,31 @@ def test_a_token_outside_the_vocabulary_is_refused_though_its_checksum_is_right(
         UserError, match=r"shard-00000-of-00001: token -?\d+ is outside the vocabulary"
     ):
         text.tokens(PAGE, 10)
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        (("shards", 0, "name"), 7),
+        (("shards", 0, "name"), "../shard-00000-of-00003"),
+        (("shards", 0, "name"), "\ud98d"),
+        (("tokenizer", "vocab_size"), None),
+        (("tokenizer", "fingerprint"), []),
+        (("options", "chunk_size"), 0),
+        (("options", "chunk_size"), [4]),
+        (("left_out",), True),
+        (("left_out",), {"too short": "3"}),
+    ],
+)
+def test_an_index_with_a_value_that_no_preparation_writes_is_refused(small, tmp_path, path, value):
+    shutil.copytree(small[0], tmp_path / "out")
+    file = tmp_path / "out" / "index.json"
+    index = json.loads(file.read_text())
+    *parents, last = path
+    functools.reduce(lambda place, key: place[key], parents, index)[last] = value
+    file.write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"^\S+/index.json (is damaged|cannot be read)"):
+        PreparedText(tmp_path / "out")
 
 
 def test_a_tokenizer_other_than_that_of_the_tokens_is_refused(small, tmp_path):
