@@ -31,9 +31,10 @@ from calm_jax.evaluation.samples import Scorer, read_references, read_samples
 from calm_jax.interop import conversion
 from calm_jax.interop.model_card import model_card
 from calm_jax.interop.parity.comparison import verify
+from calm_jax.interop.pretrained import is_published
 from calm_jax.interop.source import find_tokenizer
 from calm_jax.interop.weights import Weights
-from calm_jax.run import preflight, web_report
+from calm_jax.run import preflight, web_comparison, web_report
 from calm_jax.run.workdir import Workdir
 from calm_jax.training.log import MetricsLog
 from configs import ar_m, common
@@ -110,14 +111,15 @@ def _dump(path: pathlib.Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def _read_config(folder: pathlib.Path) -> str:
-    return as_json(Workdir(folder).config)
+def _read_config(folder: pathlib.Path) -> Any:
+    """Reads it as `calm_jax.load` does, which first tells a workdir from a published checkpoint."""
+    return is_published(folder), as_json(Workdir(folder).config)
 
 
 def _read_records(folder: pathlib.Path) -> Any:
-    """Reads the files for the report, resumed training, the check for a finished run, the choice for memory and the model card."""
+    """Reads the files for both reports, resumed training, the check for a finished run, the choice for memory and the model card."""
     workdir = Workdir(folder)
-    page = web_report.page(workdir)
+    page = web_report.page(workdir), web_comparison.comparison({"a": [workdir], "b": [workdir] * 2})
     log = MetricsLog(folder)
     log.records = [one for one in log.records if one["stage"] != "lm" or one["step"] <= 8]
     _ = log.seconds("lm"), log.find("lm", "validation", 8)
@@ -150,6 +152,71 @@ def _read_checkpoint(folder: pathlib.Path) -> Any:
     return hashlib.sha256(
         b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(params))
     ).hexdigest()
+
+
+# The steps of the two checkpoints of a training; the later one is damaged.
+_STEPS = (4, 8)
+
+
+def _training_state(step: int) -> Any:
+    """A `TrainState` as training saves it, with the recipes' optimizer, but few and random numbers."""
+    import jax
+
+    from calm_jax.training.optimizer import make_optimizer
+    from calm_jax.training.step import TrainState
+
+    rng = np.random.default_rng(step)
+
+    def random(leaf: Any) -> Any:
+        return jax.numpy.asarray(rng.uniform(0, 9, leaf.shape), leaf.dtype)
+
+    shape = jax.ShapeDtypeStruct
+    one, count = shape((), np.float32), shape((), np.int32)
+    params = {
+        "layers": {"kernel": shape((2, 8, 6), np.float32), "bias": shape((2, 6), np.float32)},
+        "norm": {"scale": shape((6,), np.float32)},
+    }
+    optimizer = make_optimizer(tiny().config.lm.optimizer, 12)
+    moments = jax.eval_shape(optimizer.init, params)
+    shapes = TrainState(count, params, moments, {"loss": (one, one)}, count, count)
+    return jax.tree.map(random, shapes)
+
+
+def _training_checkpoints(folder: pathlib.Path) -> None:
+    import jax
+
+    from calm_jax.parallel.mesh import MeshConfig, make_mesh
+    from calm_jax.training.checkpoint import Checkpointer
+
+    checkpointer = Checkpointer(folder / "lm", len(_STEPS))
+    with jax.set_mesh(make_mesh(MeshConfig(-1, 1, 1))):
+        for step in _STEPS:
+            rest = _training_state(step)._asdict()
+            checkpointer.save(step, rest.pop("params"), rest, {"tokenizer": "bytes"})
+    checkpointer.close()
+
+
+def _read_training_checkpoint(folder: pathlib.Path) -> Any:
+    """What a resumed training restores: the latest step, parameters, and optimizer state and all else."""
+    import jax
+
+    from calm_jax.parallel.mesh import MeshConfig, make_mesh
+    from calm_jax.training.checkpoint import Checkpointer
+
+    mesh = make_mesh(MeshConfig(-1, 1, 1))
+    rest = jax.eval_shape(lambda: _training_state(_STEPS[-1]))._asdict()
+    checkpointer = Checkpointer(folder / "lm", len(_STEPS))
+    try:
+        with jax.set_mesh(mesh):
+            # No checksum covers the tokenizer's fingerprint; training compares it with the workdir's.
+            if checkpointer.about().get("tokenizer") != "bytes":
+                raise Refusal("it was saved with another tokenizer")
+            restored = checkpointer.restore(rest.pop("params"), rest, mesh)
+        return checkpointer.latest_step, [
+            np.asarray(x).tobytes() for x in jax.tree.leaves(restored)
+        ]
+    finally:
+        checkpointer.close()
 
 
 _TEXTS = preparing.random_texts(7, 200)
@@ -276,6 +343,16 @@ def _read_shards(folder: pathlib.Path) -> Any:
         text.bounds(number)
         text.check(number)
     return tokens
+
+
+def _read_inspected(folder: pathlib.Path) -> str:
+    """What `calm_jax.data.inspect` prints about prepared text."""
+    inspect, shown = _command("calm_jax.data.inspect"), io.StringIO()
+    flags.FLAGS.unparse_flags()
+    flags.FLAGS(["inspect", "--checksums"])
+    with contextlib.redirect_stdout(shown):
+        inspect.main.__wrapped__(["inspect", f"{folder}/text"])
+    return shown.getvalue()
 
 
 def _texts(folder: pathlib.Path) -> None:
@@ -501,12 +578,20 @@ READERS: dict[str, Reader] = {
     "config": Reader(_workdir, _read_config, "config.json"),
     "records": Reader(_workdir, _read_records, "*.*"),
     "checkpoints": Reader(_checkpoints, _read_checkpoint, is_checked=True, share=0.5),
+    "training checkpoints": Reader(
+        _training_checkpoints,
+        _read_training_checkpoint,
+        f"lm/{_STEPS[-1]}/**/*",
+        is_checked=True,
+        share=0.5,
+    ),
     "saved tokenizers": Reader(_saved_tokenizers, _read_saved_tokenizers, is_checked=True),
     "tokenizer files": Reader(_tokenizer_files, _read_tokenizer_files),
     "safetensors": Reader(_weights("safetensors", "sharded safetensors"), _read_weights),
     "pickles": Reader(_weights("bin", "sharded bin"), _read_weights),
     "published": Reader(_published, _read_published, share=0.5),
     "prepared text": Reader(_shards, _read_shards, is_checked=True),
+    "inspected text": Reader(_shards, _read_inspected, "text/index.json"),
     "text": Reader(_texts, _read_texts, without=("sparse",)),
     "prompts": Reader(_prompts, _read_prompts, without=("pipe",)),
     "samples": Reader(_samples, _read_samples, without=("pipe",)),
