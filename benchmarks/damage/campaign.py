@@ -104,7 +104,7 @@ def _read(reader: Reader, folder: pathlib.Path) -> tuple[str, Any]:
 class _Cases:
     """Runs the cases of one reader, on a copy of its intact input.
 
-    No case may write anything. The copy lies so deep in the reader's folder that damaged paths that leave it still end in the
+    No case may write anything, except into the copy if the reader `writes`. The copy lies so deep in the reader's folder that damaged paths that leave it still end in the
     reader's folder, which is watched. The working folder and the folder of temporary files are watched as well.
     """
 
@@ -126,7 +126,7 @@ class _Cases:
             if one != self._intact:
                 shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
         self._outside.mkdir(parents=True)
-        shutil.copytree(self._intact, self._folder)
+        self._renew()
         self._whole, self._elsewhere = _tree(self._folder), self._tree_elsewhere()
         os.chdir(self._outside)
         os.environ["TMPDIR"], tempfile.tempdir = str(self._outside), None
@@ -134,7 +134,11 @@ class _Cases:
         if outcome != "result":
             raise RuntimeError(f"{name}: the intact input is not read: {outcome}: {self._right}")
         # A second reading, now that everything is compiled and imported, must give the same result.
+        if self._reader.writes:
+            self._renew()
         _, again = _read(self._reader, self._folder)
+        if self._reader.writes:
+            self._renew()
         if again != self._right:
             raise RuntimeError(f"{name}: the intact input is read differently the second time")
         if written := self._written():
@@ -142,6 +146,11 @@ class _Cases:
         self._log = root / _LOG
         self._printed()
         self._bound_memory()
+
+    def _renew(self) -> None:
+        """Makes the case's folder anew, a copy of the intact one."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.copytree(self._intact, self._folder)
 
     def _tree_elsewhere(self) -> dict[str, str]:
         return _tree(self._root, self._intact, self._folder)
@@ -185,14 +194,16 @@ class _Cases:
         printed = self._printed()
         if outcome in GOOD and any(words in printed for words in _OF_ERRORS):
             outcome, found = "an error is printed", printed[-1000:]
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        path.unlink(missing_ok=True)
-        path.write_bytes(original)
+        if self._reader.writes:
+            self._renew()
+        else:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            path.unlink(missing_ok=True)
+            path.write_bytes(original)
         if written := self._written():
             outcome, found = "something was written", str(written)
-            shutil.rmtree(self._folder)
-            shutil.copytree(self._intact, self._folder)
+            self._renew()
             for one in sorted(self._tree_elsewhere().keys() - self._elsewhere, reverse=True):
                 new = self._root / one
                 new.rmdir() if new.is_dir() and not new.is_symlink() else new.unlink()

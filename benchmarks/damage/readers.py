@@ -14,17 +14,20 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from absl import flags
 
 from calm_jax.cli import flags as flags_lib
+from calm_jax.cli.files import write_atomically
 from calm_jax.config import as_json, resolve
 from calm_jax.data import tokenizers
 from calm_jax.data.documents import Reading, read_documents
 from calm_jax.data.files import find_files
+from calm_jax.data.prepare import preparation
 from calm_jax.data.shards import PreparedText
 from calm_jax.errors import UserError
 from calm_jax.evaluation.samples import Scorer, read_references, read_samples
@@ -60,6 +63,7 @@ class Reader:
       damaged: the glob of the files that are damaged.
       is_checked: whether checksums must find every change: it is refused, or the result is that of the intact files.
       without: kinds of damage that are left out: pipes for a flag that may name one, and huge files for text that is streamed.
+      writes: whether it may write to the folder, which is then made anew for each case.
       share: the reader's share of the campaign's cases, relative to the other readers'.
     """
 
@@ -68,6 +72,7 @@ class Reader:
     damaged: str = "**/*"
     is_checked: bool = False
     without: tuple[str, ...] = ()
+    writes: bool = False
     share: float = 1.0
 
 
@@ -355,6 +360,61 @@ def _read_inspected(folder: pathlib.Path) -> str:
     return shown.getvalue()
 
 
+class _Stopped(Exception):
+    """A preparation was stopped after some of its tasks."""
+
+
+class _Here(contextlib.AbstractContextManager):
+    """In place of a preparation's cluster: runs the tasks in this process, and stops it after some of them."""
+
+    num_workers = 1
+    report = staticmethod(preparing.no_report)
+
+    def __init__(self, most: int, *_):
+        self._left = most
+
+    def __exit__(self, *_):
+        pass
+
+    def run(self, function: Callable, arguments: Sequence, progress: Any = None) -> None:
+        for one in arguments:
+            try:
+                function(one)
+            except OSError as error:
+                raise UserError(f"a task could not read or write: {error}") from error
+            self._left -= 1
+            if not self._left:
+                raise _Stopped
+
+
+def _prepare(output: pathlib.Path, most_tasks: int) -> Any:
+    """Prepares two files of text, or goes on with it. Returns the index and the tokens."""
+    # inputs.json has the absolute paths of the files, which must be the same for the intact folder and its copy.
+    inputs = _ROOT / ".cache" / "damage"
+    files = [inputs / "a.jsonl", inputs / "b.jsonl"]
+    for number, file in enumerate(files):
+        if not file.exists():
+            inputs.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, preparing.json_lines(_TEXTS[number : 100 * number + 40]))
+    options = preparing.options(deduplicate=True, shard_characters=2000)
+    cluster = functools.partial(_Here, most_tasks)
+    with mock.patch.object(preparation, "Cluster", cluster):
+        names = [str(file) for file in files]
+        index = preparation.prepare(names, preparing.BYTES, output, options, workers=1)
+    return index, preparing.everything(PreparedText(output))
+
+
+def _begun(folder: pathlib.Path) -> None:
+    """Two preparations: one stopped before the layout of shards was decided, the other after the first shard."""
+    for name, tasks in (("scanned", 2), ("laid_out", 3)):
+        with contextlib.suppress(_Stopped):
+            _prepare(folder / name, tasks)
+
+
+def _read_begun(folder: pathlib.Path) -> Any:
+    return [_prepare(folder / name, -1) for name in ("scanned", "laid_out")]
+
+
 def _texts(folder: pathlib.Path) -> None:
     preparing.write_mixed(folder / "in", preparing.random_texts(3, 40))
     (folder / "in" / "f.json.gz").write_bytes(gzip.compress(preparing.json_lines(_TEXTS[:5])))
@@ -592,6 +652,7 @@ READERS: dict[str, Reader] = {
     "published": Reader(_published, _read_published, share=0.5),
     "prepared text": Reader(_shards, _read_shards, is_checked=True),
     "inspected text": Reader(_shards, _read_inspected, "text/index.json"),
+    "begun preparations": Reader(_begun, _read_begun, writes=True, share=0.5),
     "text": Reader(_texts, _read_texts, without=("sparse",)),
     "prompts": Reader(_prompts, _read_prompts, without=("pipe",)),
     "samples": Reader(_samples, _read_samples, without=("pipe",)),

@@ -22,7 +22,7 @@ from typing import IO
 
 import numpy as np
 
-from calm_jax.cli.files import read_json
+from calm_jax.cli.files import open_regular, read_json
 from calm_jax.data.packing import MASKED, document_blocks
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from calm_jax.errors import UserError
@@ -139,8 +139,8 @@ class ShardWriter:
 
 
 def sha256(path: pathlib.Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
+    """The SHA-256 of a regular file, in hexadecimal. Raises `OSError` for anything else."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -3,6 +3,7 @@
 import collections
 import functools
 import json
+import os
 import pathlib
 import random
 import shutil
@@ -25,6 +26,7 @@ from tests.data.preparing import (
     everything,
     frames,
     json_lines,
+    laid_out,
     options,
     prepared,
     random_texts,
@@ -145,6 +147,30 @@ def test_a_damaged_shard_json_is_an_error_or_changes_nothing_when_the_index_is_w
         path.write_text(json.dumps(about | other))
         with pytest.raises(UserError):
             assert read() == small[1]
+
+
+@pytest.mark.parametrize(
+    "name, old, new", [("layout.json", b"3", b"4"), ("copies.npy", b"<i8", b"<i4")]
+)
+def test_a_damaged_file_of_a_begun_preparation_is_refused(tmp_path, name, old, new):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["a", "b", "a"]))
+    layout = laid_out(tmp_path, [tmp_path / "a.jsonl"], options(deduplicate=True))
+    path, bounds = layout.work / name, layout.bounds
+
+    def read() -> set[int]:
+        return Layout.load(layout.work).copies(bounds[0], bounds[-1])
+
+    whole = path.read_bytes()
+    assert read() == {2}
+    assert old in whole
+    for content in (b"", b"{}", whole[:-8], whole.replace(old, new)):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"{name} cannot be read \(.*\): delete \S+/work and"):
+            read()
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match=f"{name} cannot be read"):
+        read()
 
 
 def test_a_shard_with_a_file_missing_or_a_folder_in_its_place_is_named(tmp_path):
