@@ -8,9 +8,11 @@ import json
 import os
 import pathlib
 import signal
+import stat
 import sys
 import threading
 import time
+import zipfile
 
 from benchmarks.damage import campaign, damages
 from benchmarks.damage.readers import READERS, Reader
@@ -50,6 +52,24 @@ def _writing(folder: pathlib.Path) -> None:
         (folder.parent / "outside" / "written").touch()
 
 
+def _zip(folder: pathlib.Path) -> None:
+    with zipfile.ZipFile(folder / "a.zip", "w") as archive:
+        archive.writestr("a", b"x")
+
+
+def _unzipping(folder: pathlib.Path) -> None:
+    """Extracts an archive without any care, as Python's own `zipfile` would not."""
+    with zipfile.ZipFile(folder / "a.zip") as archive:
+        # The intact archive has one member. Reading it must not write.
+        for member in archive.infolist()[1:]:
+            content, path = archive.read(member), folder / member.filename
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if stat.S_ISLNK(member.external_attr >> 16):
+                path.symlink_to(content.decode())
+            else:
+                path.write_bytes(content)
+
+
 def _printing(folder: pathlib.Path) -> None:
     """Refuses in one line, after an error that a thread prints, as those of a library do."""
     if _careful(folder) != _WRITTEN:
@@ -68,6 +88,7 @@ TOYS = {
     "writing": (Reader(_write, _writing), 4),
     "printing": (Reader(_write, _printing), 4),
     "careless": (Reader(_write, _careless), 60),
+    "unzipping": (Reader(_zip, _unzipping), 60),
 }
 
 
@@ -77,8 +98,11 @@ def main(root: pathlib.Path) -> None:
     every = damages.OF_BYTES, damages.OF_FILES
     # Values in a list, which a reader without checksums cannot miss.
     values = {"value": damages.OF_BYTES["value"]}, ()
+    archives = {"archive": damages.OF_BYTES["archive"]}, ()
     for name, (_, times) in TOYS.items():
-        damages.OF_BYTES, damages.OF_FILES = every if name == "careless" else values
+        damages.OF_BYTES, damages.OF_FILES = {"careless": every, "unzipping": archives}.get(
+            name, values
+        )
         for case in campaign.run(name, root, 0, list(range(times))):
             print(json.dumps(dataclasses.asdict(case)))
 

@@ -23,6 +23,11 @@ def test_unknown_models_and_keys_are_refused_in_one_line(tmp_path):
     workdir = random_workdir(tmp_path / "ours", "head=energy")
     with pytest.raises(UserError, match="own tokenizer"):
         calm_jax.load(workdir.path, tokenizer="bytes")
+    # The same file tells a workdir from a published checkpoint.
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"config\.json cannot be read \(too many levels"):
+        calm_jax.load(tmp_path / "deep")
     for key in ("evaluation.num_samples", "eval.number"):
         with pytest.raises(UserError, match=key.rpartition(".")[2]):
             calm_jax.evaluate(workdir.path, {key: 4})

@@ -1,5 +1,6 @@
 """`python -m benchmarks.damage`: a short campaign over all readers, and that it finds faults."""
 
+import ast
 import json
 
 import pytest
@@ -53,6 +54,24 @@ def test_faults_of_a_reader_are_found(name, expected, toys):
 def test_a_reader_without_checks_fails_in_many_ways(toys):
     found = {case["outcome"] for case in toys["careless"]}
     assert {"JSONDecodeError", "RecursionError", "UnicodeDecodeError", "hangs"} <= found
+
+
+def test_files_that_are_written_where_damaged_paths_lead_are_found(toys):
+    """Up to four folders above the input's, at an absolute path, and behind a link, which lead to the working folder."""
+    written = [ast.literal_eval(case["detail"]) for case in toys["unzipping"] if case["detail"]]
+    found = {name for names in written for name in names if name.endswith("written")}
+    assert found == {f"{'inner/' * depth}outside/written" for depth in range(4)}
+    # What a case wrote is removed before the next one.
+    assert all(sum(name.endswith("written") for name in names) <= 1 for names in written)
+
+
+def test_json_values_are_drawn_anew_and_are_the_same_for_the_same_seed():
+    drawn = [
+        [json.dumps(damages.json_value(damages.random.Random(f"{n}"))) for n in range(250)]
+        for _ in range(2)
+    ]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) > 100
 
 
 def test_a_case_is_the_same_each_time(tmp_path):

@@ -11,6 +11,7 @@ import select
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -55,14 +56,21 @@ class Case:
 GOOD = ("right", "other", "refused")
 
 
-def _tree(folder: pathlib.Path) -> dict[str, str]:
-    """Every file of a folder with a hash of its content."""
+def _tree(folder: pathlib.Path, *without: pathlib.Path) -> dict[str, str]:
+    """Every file and folder of a folder with a hash of its content, but those inside the folders `without`."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         if path.is_file() and not path.is_symlink()
         else "no file"
         for path in sorted(folder.rglob("*"))
+        if not any(path.is_relative_to(other) for other in without)
     }
+
+
+def _changes(before: dict[str, str], now: dict[str, str]) -> dict[str, str]:
+    """What was written or deleted between two calls of `_tree`."""
+    names = sorted(before.keys() | now.keys())
+    return {name: now.get(name, "deleted") for name in names if before.get(name) != now.get(name)}
 
 
 def _plan(
@@ -94,13 +102,18 @@ def _read(reader: Reader, folder: pathlib.Path) -> tuple[str, Any]:
 
 
 class _Cases:
-    """Runs the cases of one reader, on a copy of its intact input. No case may write to the folder `outside` beside it."""
+    """Runs the cases of one reader, on a copy of its intact input.
+
+    No case may write anything, except into the copy if the reader `writes`. The copy lies so deep in the reader's folder that damaged paths that leave it still end in the
+    reader's folder, which is watched. The working folder and the folder of temporary files are watched as well.
+    """
 
     def __init__(self, name: str, root: pathlib.Path, seed: int):
         self._name, self._reader, self._seed = name, READERS[name], seed
         self._root = root / name.replace(" ", "_")
-        self._intact, self._folder = self._root / "intact", self._root / "case"
-        self._outside = self._root / "outside"
+        self._intact = self._root / "intact"
+        inner = self._root.joinpath(*["inner"] * (damages.MOST_UP - 1))
+        self._folder, self._outside = inner / "case", inner / "outside"
         self._shown = 0
         if not self._intact.exists():
             unfinished = self._root / "unfinished"
@@ -108,21 +121,44 @@ class _Cases:
             unfinished.mkdir(parents=True)
             self._reader.write(unfinished)
             unfinished.rename(self._intact)
-            self._outside.mkdir(exist_ok=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        shutil.copytree(self._intact, self._folder)
-        self._whole = _tree(self._folder)
+        # A case that ended its process may have left files.
+        for one in self._root.iterdir():
+            if one != self._intact:
+                shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
+        self._outside.mkdir(parents=True)
+        self._renew()
+        self._whole, self._elsewhere = _tree(self._folder), self._tree_elsewhere()
         os.chdir(self._outside)
+        os.environ["TMPDIR"], tempfile.tempdir = str(self._outside), None
         outcome, self._right = _read(self._reader, self._folder)
         if outcome != "result":
             raise RuntimeError(f"{name}: the intact input is not read: {outcome}: {self._right}")
         # A second reading, now that everything is compiled and imported, must give the same result.
+        if self._reader.writes:
+            self._renew()
         _, again = _read(self._reader, self._folder)
+        if self._reader.writes:
+            self._renew()
         if again != self._right:
             raise RuntimeError(f"{name}: the intact input is read differently the second time")
+        if written := self._written():
+            raise RuntimeError(f"{name}: reading the intact input writes {written}")
         self._log = root / _LOG
         self._printed()
         self._bound_memory()
+
+    def _renew(self) -> None:
+        """Makes the case's folder anew, a copy of the intact one."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.copytree(self._intact, self._folder)
+
+    def _tree_elsewhere(self) -> dict[str, str]:
+        return _tree(self._root, self._intact, self._folder)
+
+    def _written(self) -> dict[str, str]:
+        """What was written or deleted outside the case's folder, or if there is nothing, inside."""
+        outside = _changes(self._elsewhere, self._tree_elsewhere())
+        return outside or _changes(self._whole, _tree(self._folder))
 
     @staticmethod
     def _bound_memory() -> None:
@@ -158,19 +194,19 @@ class _Cases:
         printed = self._printed()
         if outcome in GOOD and any(words in printed for words in _OF_ERRORS):
             outcome, found = "an error is printed", printed[-1000:]
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        path.unlink(missing_ok=True)
-        path.write_bytes(original)
-        written = _tree(self._outside) or {
-            name: x for name, x in _tree(self._folder).items() if self._whole.get(name) != x
-        }
-        if written:
+        if self._reader.writes:
+            self._renew()
+        else:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            path.unlink(missing_ok=True)
+            path.write_bytes(original)
+        if written := self._written():
             outcome, found = "something was written", str(written)
-            shutil.rmtree(self._folder)
-            shutil.copytree(self._intact, self._folder)
-            for one in self._outside.iterdir():
-                one.unlink()
+            self._renew()
+            for one in sorted(self._tree_elsewhere().keys() - self._elsewhere, reverse=True):
+                new = self._root / one
+                new.rmdir() if new.is_dir() and not new.is_symlink() else new.unlink()
         return Case(self._name, number, kind, str(file), outcome, str(found), round(seconds, 3))
 
 
@@ -217,8 +253,8 @@ def _lines(pipe: int, process: int) -> Iterator[bytes | None]:
 def run(name: str, root: pathlib.Path, seed: int, numbers: list[int]) -> Iterator[Case]:
     """Yields a `Case` for each number. If a case ends the process or hangs, the remaining cases run in a new process."""
     root.mkdir(parents=True, exist_ok=True)
-    # Draws the JSON values before the fork, once for all child processes.
-    damages.json_values()
+    # The first value takes a while, and hypothesis keeps a table in its own folder: before the fork, for all child processes.
+    damages.json_value(random.Random(0))
     todo = list(numbers)
     while todo:
         reading, writing = os.pipe()

@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import math
 import os
 import pathlib
 import random
@@ -32,37 +33,59 @@ _NUMBERS = (
 _NOT_UTF8 = (b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"\x80", b"\xe2\x82")
 # A pickle that runs a command, which makes a file, if it is loaded by Python's module pickle.
 _PROGRAM = b"cos\nsystem\n(S'touch executed'\ntR."
+# The most folders that a path of damaged input goes up.
+MOST_UP = 4
+# Numbers that hypothesis rarely draws from random bytes.
+_SPECIAL = (math.nan, math.inf, -math.inf, 1e308, 5e-324, -0.0, 2**31, 2**32, 2**63, 10**40)
+# Bytes from which a JSON value is drawn; most take a few hundred.
+_VALUE_BYTES = 4096
 
 
 @functools.cache
-def json_values() -> list[Any]:
-    """200 values of JSON, drawn by hypothesis; a few are not finite, not valid Unicode, or huge."""
-    numbers = strategies.integers() | strategies.integers(-2, 2) | strategies.floats()
-    text = strategies.text(strategies.characters(exclude_categories=()), max_size=20)
-    leaves = strategies.none() | strategies.booleans() | numbers | text
-    values = strategies.recursive(
+def _drawing() -> tuple[Callable[[bytes], bytes | None], list[Any]]:
+    """A function that lets hypothesis draw a JSON value from bytes, and the list that the value is put into.
+
+    The function returns None, and puts nothing into the list, if there are too few bytes.
+    """
+    numbers = (
+        strategies.integers()
+        | strategies.integers(-2, 2)
+        | strategies.floats()
+        | strategies.sampled_from(_SPECIAL)
+    )
+    # Any character, ASCII, and surrogates, which are not valid Unicode.
+    characters = ({"exclude_categories": ()}, {"max_codepoint": 127}, {"categories": ["Cs"]})
+    text = strategies.one_of(
+        strategies.text(strategies.characters(**some), max_size=20) for some in characters
+    )
+    names = strategies.integers(1, MOST_UP).map(lambda up: "../" * up + "outside/written")
+    leaves = strategies.none() | strategies.booleans() | numbers | text | names
+    nested = strategies.recursive(
         leaves,
         lambda inner: (
             strategies.lists(inner, max_size=4) | strategies.dictionaries(text, inner, max_size=4)
         ),
         max_leaves=8,
     )
-    found: list[Any] = []
+    # Most values that `nested` draws are lists and dicts.
+    values = strategies.booleans().flatmap(lambda is_nested: nested if is_nested else leaves)
+    drawn: list[Any] = []
 
-    @hypothesis.seed(0)
-    @hypothesis.settings(
-        max_examples=200,
-        database=None,
-        deadline=None,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    @hypothesis.settings(database=None)
     @hypothesis.given(values)
     def collect(value: Any) -> None:
-        found.append(value)
+        drawn.append(value)
 
-    collect()
-    return found
+    return collect.hypothesis.fuzz_one_input, drawn
+
+
+def json_value(chance: random.Random) -> Any:
+    """Draws a value of JSON by hypothesis; some are not finite, not valid Unicode, huge, or a path that leaves the folder."""
+    draw, drawn = _drawing()
+    drawn.clear()
+    while draw(chance.randbytes(_VALUE_BYTES)) is None:
+        pass
+    return drawn.pop()
 
 
 def _nodes(value: Any) -> list[tuple[Any, Any]]:
@@ -93,7 +116,7 @@ def _changed_json(data: bytes, chance: random.Random, change: Callable[[Any, Any
         change(*chance.choice(places))
         lines[number] = json.dumps(tree).encode()
     else:
-        value = json.dumps(chance.choice(json_values())).encode()
+        value = json.dumps(json_value(chance)).encode()
         at = chance.randrange(len(lines[number]) + 1)
         lines[number] = lines[number][:at] + value + lines[number][at:]
     return b"\n".join(lines)
@@ -101,7 +124,7 @@ def _changed_json(data: bytes, chance: random.Random, change: Callable[[Any, Any
 
 def _value(data: bytes, chance: random.Random) -> bytes:
     def change(container: Any, key: Any) -> None:
-        container[key] = chance.choice(json_values())
+        container[key] = json_value(chance)
 
     return _changed_json(data, chance, change)
 
@@ -199,7 +222,7 @@ def _characters(data: bytes, chance: random.Random) -> bytes:
 
 
 def _archive(data: bytes, chance: random.Random) -> bytes:
-    """Changes a zip archive: members with paths outside the folder, links, programs, huge members, or the same name twice."""
+    """Changes a zip archive: members with paths outside the folder or through a link, programs, huge members, or a name twice."""
     members: dict[str, bytes] = {}
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -219,13 +242,16 @@ def _archive(data: bytes, chance: random.Random) -> bytes:
             if kind == "twice" and chance.random() < 0.5:
                 with _no_warnings():
                     archive.writestr(name, content[::-1])
-        if kind in ("outside", "absolute"):
-            above = "../" * chance.randint(1, 4) if kind == "outside" else "/"
-            archive.writestr(f"{above}outside/written", b"x")
+        # The campaign watches the working folder, too.
+        if kind == "outside":
+            archive.writestr("../" * chance.randint(1, MOST_UP) + "outside/written", b"x")
+        if kind == "absolute":
+            archive.writestr(f"{os.getcwd()}/written", b"x")
         if kind == "link":
             link = zipfile.ZipInfo("pytorch_model/link")
             link.external_attr = 0o120777 << 16
-            archive.writestr(link, "../../outside")
+            archive.writestr(link, os.getcwd())
+            archive.writestr("pytorch_model/link/written", b"x")
     return stored.getvalue()
 
 

@@ -14,26 +14,30 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from absl import flags
 
 from calm_jax.cli import flags as flags_lib
+from calm_jax.cli.files import write_atomically
 from calm_jax.config import as_json, resolve
 from calm_jax.data import tokenizers
 from calm_jax.data.documents import Reading, read_documents
 from calm_jax.data.files import find_files
+from calm_jax.data.prepare import preparation
 from calm_jax.data.shards import PreparedText
 from calm_jax.errors import UserError
 from calm_jax.evaluation.samples import Scorer, read_references, read_samples
 from calm_jax.interop import conversion
 from calm_jax.interop.model_card import model_card
 from calm_jax.interop.parity.comparison import verify
+from calm_jax.interop.pretrained import is_published
 from calm_jax.interop.source import find_tokenizer
 from calm_jax.interop.weights import Weights
-from calm_jax.run import preflight, web_report
+from calm_jax.run import preflight, web_comparison, web_report
 from calm_jax.run.workdir import Workdir
 from calm_jax.training.log import MetricsLog
 from configs import ar_m, common
@@ -59,6 +63,7 @@ class Reader:
       damaged: the glob of the files that are damaged.
       is_checked: whether checksums must find every change: it is refused, or the result is that of the intact files.
       without: kinds of damage that are left out: pipes for a flag that may name one, and huge files for text that is streamed.
+      writes: whether it may write to the folder, which is then made anew for each case.
       share: the reader's share of the campaign's cases, relative to the other readers'.
     """
 
@@ -67,6 +72,7 @@ class Reader:
     damaged: str = "**/*"
     is_checked: bool = False
     without: tuple[str, ...] = ()
+    writes: bool = False
     share: float = 1.0
 
 
@@ -110,14 +116,15 @@ def _dump(path: pathlib.Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def _read_config(folder: pathlib.Path) -> str:
-    return as_json(Workdir(folder).config)
+def _read_config(folder: pathlib.Path) -> Any:
+    """Reads it as `calm_jax.load` does, which first tells a workdir from a published checkpoint."""
+    return is_published(folder), as_json(Workdir(folder).config)
 
 
 def _read_records(folder: pathlib.Path) -> Any:
-    """Reads the files for the report, resumed training, the check for a finished run, the choice for memory and the model card."""
+    """Reads the files for both reports, resumed training, the check for a finished run, the choice for memory and the model card."""
     workdir = Workdir(folder)
-    page = web_report.page(workdir)
+    page = web_report.page(workdir), web_comparison.comparison({"a": [workdir], "b": [workdir] * 2})
     log = MetricsLog(folder)
     log.records = [one for one in log.records if one["stage"] != "lm" or one["step"] <= 8]
     _ = log.seconds("lm"), log.find("lm", "validation", 8)
@@ -150,6 +157,71 @@ def _read_checkpoint(folder: pathlib.Path) -> Any:
     return hashlib.sha256(
         b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(params))
     ).hexdigest()
+
+
+# The steps of the two checkpoints of a training; the later one is damaged.
+_STEPS = (4, 8)
+
+
+def _training_state(step: int) -> Any:
+    """A `TrainState` as training saves it, with the recipes' optimizer, but few and random numbers."""
+    import jax
+
+    from calm_jax.training.optimizer import make_optimizer
+    from calm_jax.training.step import TrainState
+
+    rng = np.random.default_rng(step)
+
+    def random(leaf: Any) -> Any:
+        return jax.numpy.asarray(rng.uniform(0, 9, leaf.shape), leaf.dtype)
+
+    shape = jax.ShapeDtypeStruct
+    one, count = shape((), np.float32), shape((), np.int32)
+    params = {
+        "layers": {"kernel": shape((2, 8, 6), np.float32), "bias": shape((2, 6), np.float32)},
+        "norm": {"scale": shape((6,), np.float32)},
+    }
+    optimizer = make_optimizer(tiny().config.lm.optimizer, 12)
+    moments = jax.eval_shape(optimizer.init, params)
+    shapes = TrainState(count, params, moments, {"loss": (one, one)}, count, count)
+    return jax.tree.map(random, shapes)
+
+
+def _training_checkpoints(folder: pathlib.Path) -> None:
+    import jax
+
+    from calm_jax.parallel.mesh import MeshConfig, make_mesh
+    from calm_jax.training.checkpoint import Checkpointer
+
+    checkpointer = Checkpointer(folder / "lm", len(_STEPS))
+    with jax.set_mesh(make_mesh(MeshConfig(-1, 1, 1))):
+        for step in _STEPS:
+            rest = _training_state(step)._asdict()
+            checkpointer.save(step, rest.pop("params"), rest, {"tokenizer": "bytes"})
+    checkpointer.close()
+
+
+def _read_training_checkpoint(folder: pathlib.Path) -> Any:
+    """What a resumed training restores: the latest step, parameters, and optimizer state and all else."""
+    import jax
+
+    from calm_jax.parallel.mesh import MeshConfig, make_mesh
+    from calm_jax.training.checkpoint import Checkpointer
+
+    mesh = make_mesh(MeshConfig(-1, 1, 1))
+    rest = jax.eval_shape(lambda: _training_state(_STEPS[-1]))._asdict()
+    checkpointer = Checkpointer(folder / "lm", len(_STEPS))
+    try:
+        with jax.set_mesh(mesh):
+            # No checksum covers the tokenizer's fingerprint; training compares it with the workdir's.
+            if checkpointer.about().get("tokenizer") != "bytes":
+                raise Refusal("it was saved with another tokenizer")
+            restored = checkpointer.restore(rest.pop("params"), rest, mesh)
+        return checkpointer.latest_step, [
+            np.asarray(x).tobytes() for x in jax.tree.leaves(restored)
+        ]
+    finally:
+        checkpointer.close()
 
 
 _TEXTS = preparing.random_texts(7, 200)
@@ -276,6 +348,71 @@ def _read_shards(folder: pathlib.Path) -> Any:
         text.bounds(number)
         text.check(number)
     return tokens
+
+
+def _read_inspected(folder: pathlib.Path) -> str:
+    """What `calm_jax.data.inspect` prints about prepared text."""
+    inspect, shown = _command("calm_jax.data.inspect"), io.StringIO()
+    flags.FLAGS.unparse_flags()
+    flags.FLAGS(["inspect", "--checksums"])
+    with contextlib.redirect_stdout(shown):
+        inspect.main.__wrapped__(["inspect", f"{folder}/text"])
+    return shown.getvalue()
+
+
+class _Stopped(Exception):
+    """A preparation was stopped after some of its tasks."""
+
+
+class _Here(contextlib.AbstractContextManager):
+    """In place of a preparation's cluster: runs the tasks in this process, and stops it after some of them."""
+
+    num_workers = 1
+    report = staticmethod(preparing.no_report)
+
+    def __init__(self, most: int, *_):
+        self._left = most
+
+    def __exit__(self, *_):
+        pass
+
+    def run(self, function: Callable, arguments: Sequence, progress: Any = None) -> None:
+        for one in arguments:
+            try:
+                function(one)
+            except OSError as error:
+                raise UserError(f"a task could not read or write: {error}") from error
+            self._left -= 1
+            if not self._left:
+                raise _Stopped
+
+
+def _prepare(output: pathlib.Path, most_tasks: int) -> Any:
+    """Prepares two files of text, or goes on with it. Returns the index and the tokens."""
+    # inputs.json has the absolute paths of the files, which must be the same for the intact folder and its copy.
+    inputs = _ROOT / ".cache" / "damage"
+    files = [inputs / "a.jsonl", inputs / "b.jsonl"]
+    for number, file in enumerate(files):
+        if not file.exists():
+            inputs.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, preparing.json_lines(_TEXTS[number : 100 * number + 40]))
+    options = preparing.options(deduplicate=True, shard_characters=2000)
+    cluster = functools.partial(_Here, most_tasks)
+    with mock.patch.object(preparation, "Cluster", cluster):
+        names = [str(file) for file in files]
+        index = preparation.prepare(names, preparing.BYTES, output, options, workers=1)
+    return index, preparing.everything(PreparedText(output))
+
+
+def _begun(folder: pathlib.Path) -> None:
+    """Two preparations: one stopped before the layout of shards was decided, the other after the first shard."""
+    for name, tasks in (("scanned", 2), ("laid_out", 3)):
+        with contextlib.suppress(_Stopped):
+            _prepare(folder / name, tasks)
+
+
+def _read_begun(folder: pathlib.Path) -> Any:
+    return [_prepare(folder / name, -1) for name in ("scanned", "laid_out")]
 
 
 def _texts(folder: pathlib.Path) -> None:
@@ -501,12 +638,21 @@ READERS: dict[str, Reader] = {
     "config": Reader(_workdir, _read_config, "config.json"),
     "records": Reader(_workdir, _read_records, "*.*"),
     "checkpoints": Reader(_checkpoints, _read_checkpoint, is_checked=True, share=0.5),
+    "training checkpoints": Reader(
+        _training_checkpoints,
+        _read_training_checkpoint,
+        f"lm/{_STEPS[-1]}/**/*",
+        is_checked=True,
+        share=0.5,
+    ),
     "saved tokenizers": Reader(_saved_tokenizers, _read_saved_tokenizers, is_checked=True),
     "tokenizer files": Reader(_tokenizer_files, _read_tokenizer_files),
     "safetensors": Reader(_weights("safetensors", "sharded safetensors"), _read_weights),
     "pickles": Reader(_weights("bin", "sharded bin"), _read_weights),
     "published": Reader(_published, _read_published, share=0.5),
     "prepared text": Reader(_shards, _read_shards, is_checked=True),
+    "inspected text": Reader(_shards, _read_inspected, "text/index.json"),
+    "begun preparations": Reader(_begun, _read_begun, writes=True, share=0.5),
     "text": Reader(_texts, _read_texts, without=("sparse",)),
     "prompts": Reader(_prompts, _read_prompts, without=("pipe",)),
     "samples": Reader(_samples, _read_samples, without=("pipe",)),

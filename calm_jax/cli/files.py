@@ -4,6 +4,7 @@ Writes do not follow symbolic links: a folder that comes from somebody else may 
 """
 
 import errno
+import io
 import json
 import math
 import os
@@ -48,20 +49,24 @@ def os_errors(what: object, done: str) -> Iterator[None]:
         raise UserError(f"{what} cannot be {done}: {error.strerror or error}") from error
 
 
-def read_file(path: pathlib.Path, most: int = _MOST_BYTES) -> bytes:
-    """The content of a regular file of at most `most` bytes.
-
-    Raises `OSError` for anything else: a pipe or a device might never end.
-    """
+@contextmanager
+def open_regular(path: pathlib.Path) -> Iterator[io.BufferedReader]:
+    """Opens a regular file for reading. Raises `OSError` for anything else: a pipe or a device might never end."""
     # A pipe that nobody writes to would block an ordinary open.
     with open(path, "rb", opener=lambda name, mode: os.open(name, mode | os.O_NONBLOCK)) as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        if about.st_size > most:
-            reason = f"it has {about.st_size} bytes, and at most {most} are read"
+        yield file
+
+
+def read_file(path: pathlib.Path, most: int = _MOST_BYTES) -> bytes:
+    """The content of a regular file of at most `most` bytes. Raises `OSError` for anything else."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            reason = f"it has {size} bytes, and at most {most} are read"
             raise OSError(errno.EFBIG, reason, str(path))
-        return file.read(about.st_size)
+        return file.read(size)
 
 
 def read_text(name: str, flag: str, most: int = _MOST_BYTES) -> str:

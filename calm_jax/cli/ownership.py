@@ -33,7 +33,8 @@ def _sign(lock: int) -> None:
 
 def _owner(folder: pathlib.Path) -> str:
     try:
-        return (folder / LOCK).read_text(encoding="utf-8", errors="replace")[:200]
+        with open(folder / LOCK, encoding="utf-8", errors="replace") as file:
+            return file.read(200)
     except OSError:
         return ""
 

@@ -15,13 +15,14 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import zlib
 from collections.abc import Iterator
 from typing import IO
 
 import numpy as np
 
-from calm_jax.cli.files import read_json
+from calm_jax.cli.files import open_regular, read_json
 from calm_jax.data.packing import MASKED, document_blocks
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from calm_jax.errors import UserError
@@ -138,8 +139,8 @@ class ShardWriter:
 
 
 def sha256(path: pathlib.Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
+    """The SHA-256 of a regular file, in hexadecimal. Raises `OSError` for anything else."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -287,16 +288,35 @@ class PreparedText:
             raise self._damaged(shard, f"the checksum of {name} is wrong")
 
 
+def _are_counts(*values: object) -> bool:
+    return all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def _is_whole(index: dict) -> bool:
+    """Whether an index has all parts that a preparation writes. Raises `KeyError` or `TypeError` if one is missing."""
+    shards, options, tokenizer = index["shards"], index["options"], index["tokenizer"]
+    _ = [options[name] for name in _OPTIONS]
+    return (
+        isinstance(index["left_out"], dict)
+        and _are_counts(*index["left_out"].values())
+        and _are_counts(options["chunk_size"] - 1, options["block_tokens"])
+        and _are_counts(tokenizer["vocab_size"])
+        and isinstance(tokenizer["fingerprint"], str)
+        and all(_are_counts(shard["documents"], shard["tokens"]) for shard in shards)
+        # Any other name could lead out of the folder.
+        and all(re.fullmatch(r"shard-\d+-of-\d+", shard["name"]) for shard in shards)
+        and all(set(shard["sha256"]) == {PAGES, DOCUMENTS} for shard in shards)
+        and index["documents"] == sum(shard["documents"] for shard in shards)
+        and index["tokens"] == sum(shard["tokens"] for shard in shards)
+    )
+
+
 def _read_index(folder: pathlib.Path) -> dict:
     path = folder / INDEX
     try:
         index = read_json(path)
         known = index["format"]
-        shards = [(s["name"], s["documents"], s["tokens"], s["sha256"]) for s in index["shards"]]
-        total = sum(tokens for _, _, tokens, _ in shards)
-        is_whole = (index["tokens"], index["documents"]) == (total, sum(s[1] for s in shards))
-        is_whole &= all(set(sums) == {PAGES, DOCUMENTS} for _, _, _, sums in shards)
-        _ = [index["options"][name] for name in _OPTIONS], index["tokenizer"]["vocab_size"]
+        is_whole = _is_whole(index)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"{folder} has no {INDEX}: it is no prepared text, or its preparation has not finished (python -m "
@@ -308,7 +328,7 @@ def _read_index(folder: pathlib.Path) -> dict:
         raise UserError(f"{path} has the format {known!r}, this version reads {FORMAT!r}: {_AGAIN}")
     if not is_whole:
         raise UserError(
-            f"{path} is damaged (its totals do not match its shards, or checksums are missing): {_AGAIN}"
+            f"{path} is damaged (its totals do not match its shards, or it has values that no preparation writes): {_AGAIN}"
         )
     return index
 

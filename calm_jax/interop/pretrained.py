@@ -1,6 +1,5 @@
 """Published checkpoints as parameters in memory: `load_pretrained`, and `read_stages` for `calm_jax.interop.convert`."""
 
-import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from calm_jax.build import make_lm_task
+from calm_jax.cli.files import read_json
 from calm_jax.errors import UserError
 from calm_jax.interop import names
 from calm_jax.interop.conversion import Part, Plan, check_copies, make_plan
@@ -75,7 +75,7 @@ def read_stages(
 def is_published(folder: pathlib.Path) -> bool:
     """Whether a folder is a checkpoint of the published code, whose config.json names an architecture."""
     try:
-        return "architectures" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return "architectures" in read_json(folder / "config.json")
     except (OSError, ValueError, TypeError):
         return False
 

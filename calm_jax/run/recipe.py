@@ -24,6 +24,7 @@ from calm_jax.planning import fitting
 from calm_jax.run import generator, preflight, report, web_report
 from calm_jax.run.continuation import as_line
 from calm_jax.run.dataset import Dataset, read_corpus
+from calm_jax.run.run_files import as_float, is_complete
 from calm_jax.run.workdir import Workdir
 from calm_jax.tasks import AutoencoderTask, LmTask, Params
 from calm_jax.training import checkpoint
@@ -169,10 +170,10 @@ class Run:
         return functools.partial(self.workdir.load_initial, name, self.task(name), self.mesh)
 
     def validate(self, name: str, evaluator: Evaluator, params: Params, frozen: Params) -> dict:
-        """A stage's metrics over the whole validation split: read from the log if they are there, else computed."""
+        """A stage's metrics over the whole validation split: read from the log if all are there, else computed."""
         step = multihost.broadcast(checkpoint.latest_step(self.workdir.checkpoints(name))) or 0
         known = self.log.find(name, "validation", step)
-        if known is not None:
+        if known is not None and is_complete(name, known):
             return known
         began = time.monotonic()
         print(f"{name}: evaluating the whole validation split", flush=True)
@@ -262,7 +263,7 @@ def _train_and_report(run: Run, profile: Profile) -> None:
         frozen = {"params": params}
     if "lm" in config.stages:
         if config.has_autoencoder:
-            run.check_autoencoder(results["autoencoder"]["token_accuracy_from_sample"])
+            run.check_autoencoder(as_float(results["autoencoder"]["token_accuracy_from_sample"]))
         evaluator = run.evaluator("lm")
         params = run.train("lm", frozen, evaluator, profile)
         results["lm"] = run.validate("lm", evaluator, params, frozen)

@@ -169,6 +169,11 @@ def _results(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def is_complete(name: str, values: dict[str, Any]) -> bool:
+    """Whether the results of a stage have all numbers that the report needs."""
+    return name in _results({name: values})
+
+
 def _is_sample(one: dict, vocab_size: int) -> bool:
     if not {"prompt", "tokens", "chunk_ends"} <= one.keys():
         return False

@@ -92,6 +92,8 @@ class Checkpointer:
             max_to_keep=keep,
             create=True,
             cleanup_tmp_directories=True,
+            # Else the manager reads a file of every checkpoint at once, unchecked: a pipe in its place would never end.
+            lightweight_initialize=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._sync),
         )
         self._manager = _Manager(folder.resolve(), options=options)

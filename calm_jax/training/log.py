@@ -62,8 +62,9 @@ class MetricsLog:
 
     def seconds(self, stage: str) -> float:
         """Seconds that a stage has trained up to its last record, summed over its interrupted runs."""
-        times = [record["seconds"] for record in self._of(stage) if record["split"] == "train"]
-        return times[-1] if times else 0.0
+        times = [record.get("seconds") for record in self._of(stage) if record["split"] == "train"]
+        # An edited or damaged record may lack the time.
+        return next((time for time in reversed(times) if time is not None), 0.0)
 
     def _of(self, stage: str) -> list[dict]:
         return [record for record in self.records if record["stage"] == stage]

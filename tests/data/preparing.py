@@ -53,9 +53,7 @@ def laid_out(folder, files, asked: Options, tokenizer: Tokenizer = BYTES) -> Lay
     groups = range(len(inputs.groups()))
     for group in groups:
         scan.scan(work, inputs, asked, no_report, group)
-    found = [
-        file for group in groups for file in json.loads(scan.scan_path(work, group).read_text())
-    ]
+    found = [file for group in groups for file in scan.read_checked(scan.scan_path(work, group))]
     layout = Layout(work, inputs, found, [])
     if not layout.first_document[-1]:
         raise UserError("--input holds no text")

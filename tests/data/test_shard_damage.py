@@ -1,7 +1,9 @@
 """Damage of prepared text or of compressed input is an error, or changes nothing."""
 
 import collections
+import functools
 import json
+import os
 import pathlib
 import random
 import shutil
@@ -24,6 +26,7 @@ from tests.data.preparing import (
     everything,
     frames,
     json_lines,
+    laid_out,
     options,
     prepared,
     random_texts,
@@ -146,6 +149,30 @@ def test_a_damaged_shard_json_is_an_error_or_changes_nothing_when_the_index_is_w
             assert read() == small[1]
 
 
+@pytest.mark.parametrize(
+    "name, old, new", [("layout.json", b"3", b"4"), ("copies.npy", b"<i8", b"<i4")]
+)
+def test_a_damaged_file_of_a_begun_preparation_is_refused(tmp_path, name, old, new):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["a", "b", "a"]))
+    layout = laid_out(tmp_path, [tmp_path / "a.jsonl"], options(deduplicate=True))
+    path, bounds = layout.work / name, layout.bounds
+
+    def read() -> set[int]:
+        return Layout.load(layout.work).copies(bounds[0], bounds[-1])
+
+    whole = path.read_bytes()
+    assert read() == {2}
+    assert old in whole
+    for content in (b"", b"{}", whole[:-8], whole.replace(old, new)):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"{name} cannot be read \(.*\): delete \S+/work and"):
+            read()
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match=f"{name} cannot be read"):
+        read()
+
+
 def test_a_shard_with_a_file_missing_or_a_folder_in_its_place_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(json_lines(["short"]))
     text = prepared(tmp_path / "out", [tmp_path / "a.jsonl"])
@@ -196,6 +223,31 @@ def test_a_token_outside_the_vocabulary_is_refused_though_its_checksum_is_right(
         UserError, match=r"shard-00000-of-00001: token -?\d+ is outside the vocabulary"
     ):
         text.tokens(PAGE, 10)
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        (("shards", 0, "name"), 7),
+        (("shards", 0, "name"), "../shard-00000-of-00003"),
+        (("shards", 0, "name"), "\ud98d"),
+        (("tokenizer", "vocab_size"), None),
+        (("tokenizer", "fingerprint"), []),
+        (("options", "chunk_size"), 0),
+        (("options", "chunk_size"), [4]),
+        (("left_out",), True),
+        (("left_out",), {"too short": "3"}),
+    ],
+)
+def test_an_index_with_a_value_that_no_preparation_writes_is_refused(small, tmp_path, path, value):
+    shutil.copytree(small[0], tmp_path / "out")
+    file = tmp_path / "out" / "index.json"
+    index = json.loads(file.read_text())
+    *parents, last = path
+    functools.reduce(lambda place, key: place[key], parents, index)[last] = value
+    file.write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"^\S+/index.json (is damaged|cannot be read)"):
+        PreparedText(tmp_path / "out")
 
 
 def test_a_tokenizer_other_than_that_of_the_tokens_is_refused(small, tmp_path):

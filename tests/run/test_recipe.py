@@ -44,6 +44,25 @@ def test_a_second_call_on_a_finished_run_changes_nothing(finished, text_glob):
 
 
 @pytest.mark.slow
+def test_a_validation_of_which_the_log_has_lost_a_part_is_done_again(finished, text_glob, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished[0], workdir)
+    (workdir / "results.json").unlink()
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    for record in records:
+        if (record["stage"], record["split"]) == ("autoencoder", "validation"):
+            del record["token_accuracy_from_sample"]
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in records))
+    assert "autoencoder: evaluating the whole validation split" in train(text_glob, workdir)
+    found, expected = (
+        json.loads((one / "results.json").read_text())["autoencoder"]
+        for one in (workdir, finished[0])
+    )
+    assert found | {"seconds": 0} == expected | {"seconds": 0}
+
+
+@pytest.mark.slow
 def test_the_same_command_twice_gives_the_same_bits(finished, text_glob, tmp_path):
     workdir, _ = finished
     train(text_glob, tmp_path / "run")

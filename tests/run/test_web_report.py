@@ -251,6 +251,14 @@ def test_a_run_resumes_from_records_of_which_some_are_none(workdir, caplog):
     )
 
 
+def test_records_without_a_time_do_not_count_for_the_time_of_a_run(workdir):
+    timeless = {name: x for name, x in train_record("lm", 12).items() if name != "seconds"}
+    write_lines(workdir.metrics_path, [train_record("lm", 8), timeless])
+    assert MetricsLog(workdir.path).seconds("lm") == 16
+    write_lines(workdir.metrics_path, [timeless, timeless | {"seconds": None}])
+    assert MetricsLog(workdir.path).seconds("lm") == 0
+
+
 def test_a_report_that_fails_is_a_line_and_keeps_the_old_one(workdir, monkeypatch, capsys):
     web_report.try_to_write(workdir)
     before = workdir.report_path.read_bytes()

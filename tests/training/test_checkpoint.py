@@ -4,6 +4,7 @@ import errno
 import gc
 import json
 import logging
+import os
 import pathlib
 import shutil
 import sys
@@ -175,6 +176,19 @@ def test_a_flipped_bit_is_found_and_the_checkpoint_before_it_offered(tmp_path):
     assert sum("another checksum" in line for line in found) > 5
     whole.rename(f"{whole}.damaged")
     assert same(load(tmp_path / "lm", saved[10]), saved[10])
+
+
+def test_a_pipe_in_a_checkpoint_is_not_waited_for(tmp_path):
+    """The file is one that Orbax's manager reads when it is made, of all checkpoints."""
+    saved = save(tmp_path / "lm")
+    for step in (10, 20):
+        path = tmp_path / "lm" / str(step) / "_CHECKPOINT_METADATA"
+        path.unlink()
+        os.mkfifo(path)
+    checkpointer = Checkpointer(tmp_path / "lm", 2)
+    with pytest.raises(UserError, match=r"_CHECKPOINT_METADATA is no file\); `mv "):
+        checkpointer.restore(*saved[20], mesh_of(1, 1, 1))
+    checkpointer.close()
 
 
 def test_a_checkpoint_without_checksums_is_read(tmp_path):

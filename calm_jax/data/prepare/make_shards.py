@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from calm_jax.cli.files import os_errors, read_json
+from calm_jax.cli.files import open_regular, os_errors, read_json
 from calm_jax.data.documents import Document
 from calm_jax.data.packing import PUBLISHED_GROUP, whole_blocks
 from calm_jax.data.prepare.options import Options
@@ -51,8 +51,9 @@ def _is_whole(shard: pathlib.Path) -> bool:
     """Whether a shard's files are complete; the content of its pages is not checked."""
     try:
         about = _about(shard)
-        # numpy checks the file's size against its header.
-        pages = np.load(shard / PAGES, mmap_mode="r") if about["tokens"] else ()
+        with open_regular(shard / PAGES):
+            # numpy checks the file's size against its header.
+            pages = np.load(shard / PAGES, mmap_mode="r") if about["tokens"] else ()
     # numpy raises exceptions of many types for a damaged header.
     except Exception:
         return False
@@ -192,6 +193,10 @@ def _about(shard: pathlib.Path) -> dict:
     """The content of `shard.json`. Raises `UserError` if it or `documents.npy` is missing or damaged."""
     try:
         about = read_json(shard / SHARD)
+        # A much larger file would take long to hash.
+        header = (shard / DOCUMENTS).stat().st_size - 8 * (about["documents"] + 1)
+        if not 0 < header < 2**16:
+            raise ValueError(f"{DOCUMENTS} does not have the size that follows from {SHARD}")
         bounds = (
             np.load(shard / DOCUMENTS)
             if sha256(shard / DOCUMENTS) == about["sha256"][DOCUMENTS]

@@ -115,7 +115,7 @@ def _make_layout(cluster: Cluster, work: pathlib.Path, inputs: Input, options: O
     todo = [group for group in groups if not scan.scan_path(work, group).exists()]
     progress = Progress("reading", 0)
     cluster.run(functools.partial(scan.scan, work, inputs, options, cluster.report), todo, progress)
-    files = [file for group in groups for file in scan.read_json(scan.scan_path(work, group))]
+    files = [file for group in groups for file in scan.read_checked(scan.scan_path(work, group))]
     layout = Layout(work, inputs, files, [])
     num_documents, num_parts = int(layout.first_document[-1]), 0
     if not num_documents:

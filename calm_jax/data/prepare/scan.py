@@ -8,6 +8,7 @@ of a long text counts as a document.
 import collections
 import dataclasses
 import functools
+import hashlib
 import json
 import pathlib
 import uuid
@@ -22,7 +23,7 @@ from calm_jax.data.documents import Document, digest_of, read_file
 from calm_jax.data.files import Place, is_seekable
 from calm_jax.data.packing import PUBLISHED_GROUP
 from calm_jax.data.prepare.options import KEY, Input, Options
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, reason_of
 
 # Digests that are collected in memory before they are written to a file.
 _SEGMENT = 2**20
@@ -41,14 +42,30 @@ def write_json(path: pathlib.Path, value: object) -> None:
     write_atomically(path, json.dumps(value, indent=1) + "\n", f".{uuid.uuid4().hex}")
 
 
-def read_json(path: pathlib.Path) -> Any:
-    """Reads a file that `write_json` wrote. Raises `UserError` if it is missing or damaged."""
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _write_checked(path: pathlib.Path, content: object) -> None:
+    """Writes a JSON value with its checksum, for `read_checked`."""
+    write_json(path, {"sha256": _digest(content), "content": content})
+
+
+def _unreadable(path: pathlib.Path, reason: object) -> UserError:
+    return UserError(
+        f"{path} cannot be read ({reason}): delete {path.parent} and give the same command again"
+    )
+
+
+def read_checked(path: pathlib.Path) -> Any:
+    """Reads what `_write_checked` wrote. Raises `UserError` if it is missing or damaged."""
     try:
-        return files.read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}): delete {path.parent} and give the same command again"
-        ) from error
+        stored = files.read_json(path)
+        if stored["sha256"] != _digest(stored["content"]):
+            raise ValueError("its checksum is wrong")
+        return stored["content"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(path, error) from error
 
 
 def _save(path: pathlib.Path, array: np.ndarray) -> None:
@@ -57,7 +74,26 @@ def _save(path: pathlib.Path, array: np.ndarray) -> None:
     with os_errors(path, "written"):
         with open(beside, "wb") as file:
             np.save(file, array)
+        # Else a power cut could leave an empty file under the final name.
+        files.sync(beside)
         beside.rename(path)
+
+
+def _load(path: pathlib.Path, dtype: type, *columns: int) -> np.ndarray:
+    """A memory map of an array that `_save` wrote. Raises `UserError` if it is missing, or no array of this type and shape.
+
+    The numbers are not checked: to find copies, each worker reads a small part of all files.
+    """
+    try:
+        with files.open_regular(path):
+            array = np.load(path, mmap_mode="r")
+        is_expected = array.dtype == dtype and array.ndim >= 1 and array.shape[1:] == columns
+    # numpy raises exceptions of many types for a damaged header.
+    except Exception as error:
+        raise _unreadable(path, reason_of(error) or type(error).__name__) from error
+    if not is_expected:
+        raise _unreadable(path, "it has another shape or type than this program writes")
+    return array
 
 
 def scan_path(work: pathlib.Path, group: int) -> pathlib.Path:
@@ -111,7 +147,7 @@ def scan(work: pathlib.Path, inputs: Input, options: Options, report: Report, gr
         )
     if digests is not None:
         digests.flush()
-    write_json(scan_path(work, group), found)
+    _write_checked(scan_path(work, group), found)
 
 
 class _Digests:
@@ -148,7 +184,7 @@ def find_copies(work: pathlib.Path, num_parts: int, part: int) -> None:
     lowest, highest = (2**64 * part // num_parts, 2**64 * (part + 1) // num_parts - 1)
     rows = []
     for path in sorted(work.glob("digests-*.npy")):
-        segment_N3 = np.load(path, mmap_mode="r")
+        segment_N3 = _load(path, np.uint64, 3)
         begin = np.searchsorted(segment_N3[:, 0], np.uint64(lowest), side="left")
         end = np.searchsorted(segment_N3[:, 0], np.uint64(highest), side="right")
         rows.append(np.asarray(segment_N3[begin:end]))
@@ -191,7 +227,7 @@ class Layout:
 
     def copies(self, first: int, stop: int) -> set[int]:
         """The numbers of the copies, which are left out, among the documents from `first` to `stop` (exclusive)."""
-        copies_N = np.load(self.work / "copies.npy", mmap_mode="r")
+        copies_N = _load(self.work / "copies.npy", np.int64)
         begin, end = np.searchsorted(copies_N, [first, stop])
         return set(copies_N[begin:end].tolist())
 
@@ -244,14 +280,14 @@ class Layout:
 
     def save(self) -> None:
         """Writes the layout to `work`, for `load`."""
-        write_json(
+        _write_checked(
             self.work / "layout.json",
             {"input": dataclasses.asdict(self.inputs), "files": self.files, "bounds": self.bounds},
         )
 
     @classmethod
     def load(cls, work: pathlib.Path) -> "Layout":
-        stored = read_json(work / "layout.json")
+        stored = read_checked(work / "layout.json")
         inputs = Input(tuple(stored["input"]["files"]), tuple(stored["input"]["states"]))
         return cls(work, inputs, stored["files"], stored["bounds"])
 
@@ -264,11 +300,14 @@ def merge_copies(work: pathlib.Path, first_document: np.ndarray, parts: int) -> 
         first_document: the number of each file's first document.
         parts: the number of parts of the digests; 0 without `deduplicate`.
     """
-    keys = [np.load(copies_path(work, part)) for part in range(parts)]
+    keys = [_load(copies_path(work, part), np.uint64) for part in range(parts)]
     keys_N = np.concatenate([np.zeros(0, np.uint64), *keys])
     inside = np.uint64((1 << _FILE_SHIFT) - 1)
-    file_N, inside_N = keys_N >> np.uint64(_FILE_SHIFT), keys_N & inside
-    copies_N = np.sort(first_document[file_N.astype(np.int64)] + inside_N.astype(np.int64))
+    file_N = (keys_N >> np.uint64(_FILE_SHIFT)).astype(np.int64)
+    inside_N = (keys_N & inside).astype(np.int64)
+    if len(keys_N) and file_N.max() >= len(first_document) - 1:
+        raise _unreadable(work / "digests-*.npy", "a key names a file that there is not")
+    copies_N = np.sort(first_document[file_N] + inside_N)
     _save(work / "copies.npy", copies_N)
     return copies_N
 
