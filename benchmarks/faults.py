@@ -525,10 +525,18 @@ def _signal(
         )
 
 
+def _has_begun(output: pathlib.Path) -> bool:
+    """Whether an unfinished command has left checkpoints or shards, which another text must not continue."""
+    if any((output / name).exists() for name in ("results.json", "index.json")):
+        return False
+    checkpoints = [one for one in output.glob("*/*") if one.name.isdigit()]
+    return bool(checkpoints) or any(output.rglob("shard-*"))
+
+
 def _change_text(job: Job, output: pathlib.Path, chance: random.Random) -> list[str]:
     """Runs the command with a text file that has changed or is gone. Returns what went wrong; the file is restored."""
     path = chance.choice(sorted((output.parents[1] / "text").iterdir()))
-    content, log = path.read_bytes(), _log_of(output)
+    content, log, has_begun = path.read_bytes(), _log_of(output), _has_begun(output)
     log.unlink(missing_ok=True)
     try:
         if chance.random() < 0.5:
@@ -540,6 +548,8 @@ def _change_text(job: Job, output: pathlib.Path, chance: random.Random) -> list[
         path.write_bytes(content)
     if status not in (0, 2):
         return [f"with a changed text it ended with status {status}: {_tail(log)}"]
+    if status == 0 and has_begun:
+        return ["it went on with a changed text"]
     if status == 0:
         # The command had not begun or had nothing left to do, so it took the changed text: the next call begins anew.
         shutil.rmtree(output, ignore_errors=True)

@@ -160,6 +160,13 @@ def test_a_changed_text_is_restored(tmp_path):
         assert {path.name: path.read_bytes() for path in (tmp_path / "text").iterdir()} == contents
         # The command fails where a file is gone, with a status that no command has.
         assert not wrong or "status 1" in wrong[0]
+    # A command that does not look at the text again, after a checkpoint.
+    (output / "lm" / "6").mkdir(parents=True)
+    careless = dataclasses.replace(job, arguments=lambda output: ["timeit", "-n1", "-r1", "pass"])
+    wrong = faults._change_text(careless, output, random.Random(0))
+    assert wrong == ["it went on with a changed text"]
+    (output / "results.json").touch()
+    assert faults._change_text(careless, output, random.Random(0)) == []
 
 
 def _read(command: pathlib.Path) -> bytes:
