@@ -445,8 +445,8 @@ def _disturb(
     try:
         if fault not in _TO_AN_END:
             _wait_for_moment(process, share * reference["cpu_seconds"])
-        found.has_hit = process.poll() is None
-        found.meets(job, output, size)
+            found.has_hit = process.poll() is None
+            found.meets(job, output, size)
         if fault == "two":
             _start_again(process, job, output, found)
         elif fault in _TO_AN_END:
@@ -463,9 +463,7 @@ def _disturb(
         else:
             _signal(fault, process, job, found, log, chance)
     finally:
-        status = _end(process)
-    if found.status is None:
-        found.status = status
+        found.status = _end(process)
     if fault == "cut":
         _lose([path for path in output.parent.rglob("*") if path.is_file()], synced, chance)
     if fault == "source":

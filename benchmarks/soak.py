@@ -38,6 +38,7 @@ from calm_jax.cli.command import command
 from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError
 from calm_jax.run.workdir import OWN_FILES
+from calm_jax.training.checkpoint import latest_step
 from tests.tiny_model import tiny
 
 _FOLDER = flags.DEFINE_string("folder", "", "folder for runs and results")
@@ -132,7 +133,7 @@ def _train(soak: _Soak) -> None:
     reader = threading.Thread(target=process.stdout.read)
     reader.start()
     # The time begins with the first checkpoint, after compilation and the first stage.
-    while not (workdir / "lm" / str(_STEPS)).exists() and process.poll() is None:
+    while latest_step(workdir / "lm") is None and process.poll() is None:
         time.sleep(0.1)
     soak.began = time.monotonic()
     soak.watch(process)
@@ -143,9 +144,9 @@ def _train(soak: _Soak) -> None:
         soak.wrong.append(f"status {status}")
     soak.wrong += [f"{one.name} is left" for one in workdir.iterdir() if one.name not in OWN_FILES]
     for stage in ("autoencoder", "lm"):
-        names = [path.name for path in (workdir / stage).iterdir()]
+        names = [path.name for path in (workdir / stage).glob("*")]
         soak.wrong += [f"{stage}/{name} is left" for name in names if not name.isdigit()]
-    last = max((int(path.name) for path in (workdir / "lm").glob("[0-9]*")), default=0)
+    last = latest_step(workdir / "lm") or 0
     soak.done = last // _STEPS
     resumed = _start(soak.log, *arguments, f"--config.lm.training.num_steps={last + _STEPS}")
     shown, _ = resumed.communicate(timeout=_PATIENCE)

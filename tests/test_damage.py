@@ -2,6 +2,7 @@
 
 import ast
 import json
+import random
 
 import pytest
 
@@ -67,7 +68,7 @@ def test_files_that_are_written_where_damaged_paths_lead_are_found(toys):
 
 def test_json_values_are_drawn_anew_and_are_the_same_for_the_same_seed():
     drawn = [
-        [json.dumps(damages.json_value(damages.random.Random(f"{n}"))) for n in range(250)]
+        [json.dumps(damages.json_value(random.Random(f"{n}"))) for n in range(250)]
         for _ in range(2)
     ]
     assert drawn[0] == drawn[1]

@@ -15,6 +15,6 @@ def test_a_short_soak_loses_nothing(tmp_path):
     run("benchmarks.soak", f"--folder={tmp_path}", "--minutes=0.2", env=env)
     counts = [json.loads(line) for line in (tmp_path / "soak.jsonl").read_text().splitlines()]
     assert {one["job"] for one in counts} == {"train", "serve", "prepare"}
-    # A process that has just started has little memory.
-    largest = {one["job"]: one["MiB"] for one in sorted(counts, key=lambda one: one["MiB"])}
-    assert min(largest.values()) > 50
+    for job in ("train", "serve", "prepare"):
+        # A process that has just started has little memory.
+        assert max(one["MiB"] for one in counts if one["job"] == job) > 50

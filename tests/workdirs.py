@@ -39,6 +39,7 @@ def run(*args: str, status: int = 0, xla_flags: str | None = None, **popen) -> s
     if not popen and not args[0].startswith("calm_jax.data."):
         returncode, out, err = forked.run(args, xla_flags)
     else:
+        assert xla_flags is None, "a process of its own takes XLA_FLAGS from env"
         process = start(*args, **popen)
         out, err = process.communicate(timeout=500)
         returncode = process.returncode
