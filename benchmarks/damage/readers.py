@@ -652,7 +652,7 @@ READERS: dict[str, Reader] = {
     "published": Reader(_published, _read_published, share=0.5),
     "prepared text": Reader(_shards, _read_shards, is_checked=True),
     "inspected text": Reader(_shards, _read_inspected, "text/index.json"),
-    "begun preparations": Reader(_begun, _read_begun, writes=True, share=0.5),
+    "begun preparations": Reader(_begun, _read_begun, is_checked=True, writes=True, share=0.5),
     "text": Reader(_texts, _read_texts, without=("sparse",)),
     "prompts": Reader(_prompts, _read_prompts, without=("pipe",)),
     "samples": Reader(_samples, _read_samples, without=("pipe",)),

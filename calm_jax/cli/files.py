@@ -4,6 +4,7 @@ Writes do not follow symbolic links: a folder that comes from somebody else may 
 """
 
 import errno
+import hashlib
 import io
 import json
 import math
@@ -102,6 +103,25 @@ def read_json(path: pathlib.Path) -> Any:
         raise ValueError("too many levels of lists and objects") from error
 
 
+def _checksum(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def checked_json(content: object) -> str:
+    """The text of a JSON file that holds a value and its checksum, for `read_checked_json`."""
+    return json.dumps({"sha256": _checksum(content), "content": content}, indent=1) + "\n"
+
+
+def read_checked_json(path: pathlib.Path) -> Any:
+    """The value in a file with the text of `checked_json`. Raises `OSError` if it cannot be read, `ValueError` if it is damaged."""
+    stored = read_json(path)
+    if not isinstance(stored, dict) or set(stored) != {"sha256", "content"}:
+        raise ValueError("it has no checksum")
+    if stored["sha256"] != _checksum(stored["content"]):
+        raise ValueError("its checksum is wrong")
+    return stored["content"]
+
+
 def sync(path: pathlib.Path) -> None:
     """Waits until the content of a file, or the names in a folder, are on the disk, where they survive a power cut."""
     opened = os.open(path, os.O_RDONLY)
@@ -111,7 +131,7 @@ def sync(path: pathlib.Path) -> None:
         os.close(opened)
 
 
-def write_atomically(path: pathlib.Path, content: str | bytes, tag: str = "") -> None:
+def write_atomically(path: pathlib.Path, content: str | bytes | memoryview, tag: str = "") -> None:
     """Writes a file under a temporary name and renames it, so that it is never seen half-written, even after a power cut.
 
     Args:
@@ -169,11 +189,39 @@ def empty(folder: pathlib.Path, keep: Collection[str]) -> None:
 
 
 @contextmanager
+def unfinished_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
+    """Owns `.NAME.unfinished` beside `path` inside the `with` block: an empty folder for what becomes `path`, or for its lock.
+
+    What a killed command left in it is deleted. At the end it is deleted, unless it was renamed.
+
+    Args:
+      path: the file or folder that is made, absolute.
+      flag: the flag that names it, for messages.
+
+    Raises:
+      UserError: if another process owns it, or if it cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    if unfinished.is_symlink():
+        raise UserError(f"{unfinished}, where {flag}={path} is made, is a symbolic link: delete it")
+    with owned(unfinished, f"{flag}={path}"):
+        locked = os.stat(unfinished / LOCK)
+        try:
+            empty(unfinished, keep={LOCK})
+            yield unfinished
+        finally:
+            with suppress(UserError, OSError):
+                # If it was renamed, another process may have made a new one of this name: leave that alone.
+                if os.path.samestat(os.stat(unfinished / LOCK), locked):
+                    empty(unfinished, keep={LOCK})
+                    # `owned` removes only folders that it made; this one may have been left by a killed command.
+                    (unfinished / LOCK).unlink()
+                    unfinished.rmdir()
+
+
+@contextmanager
 def atomic_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
     """Gives a temporary folder to fill. It is renamed to `path` when the `with` block succeeds, and deleted when it fails.
-
-    The temporary folder, `.NAME.unfinished` beside `path`, is owned while it is filled. What a killed command left in it
-    is deleted.
 
     Args:
       path: the folder to make.
@@ -184,28 +232,17 @@ def atomic_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
     """
     refuse_existing(path)
     path = path.absolute()
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    if unfinished.is_symlink():
-        raise UserError(f"{unfinished}, where {flag}={path} is made, is a symbolic link: delete it")
-    with owned(unfinished, f"{flag}={path}"):
+    with unfinished_folder(path, flag) as unfinished:
+        # Checked again, because another process may have made `path` before this one got the lock.
+        refuse_existing(path)
         try:
-            # Checked again, because another process may have made `path` before this one got the lock.
-            refuse_existing(path)
-            empty(unfinished, keep={LOCK})
             yield unfinished
             for entry in (unfinished, *unfinished.rglob("*")):
                 sync(entry)
             unfinished.rename(path)
             sync(path.parent)
-        except BaseException as error:
-            with suppress(UserError, OSError):
-                empty(unfinished, keep={LOCK})
-                # `owned` removes only folders that it made; this one may have been left by a killed command.
-                (unfinished / LOCK).unlink()
-                unfinished.rmdir()
-            if isinstance(error, OSError):
-                raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
-            raise
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
         (path / LOCK).unlink(missing_ok=True)
 
 

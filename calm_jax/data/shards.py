@@ -4,7 +4,7 @@ The folder holds `index.json`, `tokenizer/`, and a folder for each shard with
 
     pages.npy       tokens in pages of 1024, each page with its CRC-32, which is checked at every read
     documents.npy   the index in the shard of each document's first token, and last the shard's number of tokens
-    shard.json      the numbers of documents and tokens, and the SHA-256 of both files
+    shard.json      the numbers of documents and tokens, the SHA-256 of both files, and that of these facts
 
 The shards, concatenated in order, are one text. It is not cut into blocks, so that one folder serves blocks of any size.
 """
@@ -22,7 +22,7 @@ from typing import IO
 
 import numpy as np
 
-from calm_jax.cli.files import open_regular, read_json
+from calm_jax.cli.files import checked_json, open_regular, read_json
 from calm_jax.data.packing import MASKED, document_blocks
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from calm_jax.errors import UserError
@@ -125,7 +125,7 @@ class ShardWriter:
             "sha256": {name: sha256(self._folder / name) for name in (PAGES, DOCUMENTS)},
         }
         with open(self._folder / SHARD, "w", encoding="utf-8") as about_file:
-            json.dump(about, about_file, indent=2)
+            about_file.write(checked_json(about))
             about_file.flush()
             os.fsync(about_file.fileno())
 

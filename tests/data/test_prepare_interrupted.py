@@ -161,7 +161,7 @@ def test_a_signal_ends_with_75_and_one_line(tmp_path, large, number, whole_group
 def test_a_command_killed_in_the_first_pass_can_be_resumed(tmp_path, large):
     output = tmp_path / "out"
     asked = [*large[0], f"--output={output}", "--workers=1", "--deduplicate"]
-    for wait in ("lock", "work", "work/scan-00000.json"):
+    for wait in ("lock", "work", "work/scanned-00000.json"):
         command = start(PREPARE, *asked)
         wait_until(lambda wait=wait: (output / wait).exists() or (output / "index.json").exists())
         command.kill()

@@ -14,7 +14,7 @@ import pytest
 
 from calm_jax.data import tokenizers
 from calm_jax.data.documents import Reading, read_documents
-from calm_jax.data.prepare import make_shards
+from calm_jax.data.prepare import make_shards, work_files
 from calm_jax.data.prepare.options import Input
 from calm_jax.data.prepare.scan import Layout
 from calm_jax.data.shards import PAGE, PreparedText, page_type
@@ -132,7 +132,7 @@ def test_a_damaged_shard_json_is_an_error_or_changes_nothing_when_the_index_is_w
     shutil.copytree(small[0], folder)
     layout = Layout(folder / "work", Input((), ()), [], list(range(4)))
     layout.work.mkdir()
-    np.save(layout.work / "copies.npy", np.zeros(0, int))
+    work_files.write_rows(layout.work / "copies.json", np.zeros((0, 1), int))
     tokenizer = PreparedText(folder).tokenizer
 
     def read():
@@ -140,17 +140,18 @@ def test_a_damaged_shard_json_is_an_error_or_changes_nothing_when_the_index_is_w
         return read_all(folder)
 
     name = "shard-00001-of-00003/shard.json"
-    assert outcomes(folder, name, 300, read, small[1]).keys() <= {"right", "refused"}
-    path = folder / name
-    about = json.loads(path.read_text())
-    for other in ({"tokens": about["tokens"] - 1}, {"tokens": about["tokens"] + 1}):
-        path.write_text(json.dumps(about | other))
-        with pytest.raises(UserError):
-            assert read() == small[1]
+    found = outcomes(folder, name, 300, read, small[1])
+    assert found.keys() <= {"right", "refused"}
+    assert found["refused"] > 250
 
 
 @pytest.mark.parametrize(
-    "name, old, new", [("layout.json", b"3", b"4"), ("copies.npy", b"<i8", b"<i4")]
+    "name, old, new",
+    [
+        ("layout.json", b"3", b"4"),
+        ("copies.json", b"1", b"2"),
+        ("copies.rows", b"\2\0", b"\1\0"),
+    ],
 )
 def test_a_damaged_file_of_a_begun_preparation_is_refused(tmp_path, name, old, new):
     (tmp_path / "a.jsonl").write_bytes(json_lines(["a", "b", "a"]))
@@ -163,7 +164,7 @@ def test_a_damaged_file_of_a_begun_preparation_is_refused(tmp_path, name, old, n
     whole = path.read_bytes()
     assert read() == {2}
     assert old in whole
-    for content in (b"", b"{}", whole[:-8], whole.replace(old, new)):
+    for content in (b"", b"{}", whole[:-4], whole.replace(old, new)):
         path.write_bytes(content)
         with pytest.raises(UserError, match=rf"{name} cannot be read \(.*\): delete \S+/work and"):
             read()

@@ -11,7 +11,7 @@ import pytest
 
 from calm_jax.data import packing as blocks_lib
 from calm_jax.data.documents import Document, digest_of, pieces
-from calm_jax.data.prepare import make_shards, scan
+from calm_jax.data.prepare import make_shards, scan, work_files
 from calm_jax.data.prepare import options as inputs_lib
 from calm_jax.data.shards import left_out, prepared_blocks
 from calm_jax.data.tokenizers import TokenizerConfig, make_tokenizer
@@ -255,11 +255,12 @@ def test_digests_at_the_borders_of_parts_belong_to_one_part(tmp_path):
         rows = [(key, 5, n) for key in borders if 0 <= key < 2**64 for n in (3, 1, 2)]
         work = tmp_path / str(num_parts)
         work.mkdir()
-        np.save(work / "digests-00000-00000.npy", np.array(sorted(rows), np.uint64))
+        work_files.write_rows(work / "digests.json", np.array(sorted(rows), np.uint64))
+        work_files.write_value(scan.scan_path(work, 0), {"files": [], "digests": ["digests.json"]})
         for part in range(num_parts):
-            scan.find_copies(work, num_parts, part)
-        found = [np.load(scan.copies_path(work, part)).tolist() for part in range(num_parts)]
-        assert sorted(flat(found)) == sorted([2, 3] * (len(rows) // 3))
+            scan.find_copies(work, 1, num_parts, part)
+        found = [work_files.read_rows(scan.copies_path(work, part)) for part in range(num_parts)]
+        assert sorted(np.concatenate(found)[:, 0].tolist()) == sorted([2, 3] * (len(rows) // 3))
 
 
 def test_the_digest_depends_on_where_the_prompt_ends():

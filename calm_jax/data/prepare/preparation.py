@@ -1,12 +1,13 @@
 """Prepares a whole folder: checks what an earlier run left in it, runs the two passes, and writes the index."""
 
 import functools
+import json
 import pathlib
 import shutil
 from collections.abc import Sequence
 from typing import Any
 
-from calm_jax.cli.files import os_errors, read_json
+from calm_jax.cli.files import os_errors, read_json, write_atomically
 from calm_jax.cli.ownership import LOCK, owned
 from calm_jax.data.prepare import make_shards, scan
 from calm_jax.data.prepare.cluster import Cluster, Progress
@@ -58,14 +59,14 @@ def _begin(output: pathlib.Path, about: dict) -> None:
     """Writes inputs.json. Raises `UserError` if the folder holds results of other options or inputs."""
     other = _differences(output, about)
     # Without results (after an error such as a wrong field name) the preparation simply starts anew.
-    if other and any((*output.glob("shard-*"), *output.glob("work/scan-*.json"))):
+    if other and any((*output.glob("shard-*"), *output.glob("work/scanned-*.json"))):
         key, then, now = other[0]
         raise UserError(
             f"--output={output} was begun with {key}={then!r}, not {now!r}: give another folder, or delete it"
         )
     if other:
         shutil.rmtree(output / "work", ignore_errors=True)
-    scan.write_json(output / "inputs.json", about)
+    write_atomically(output / "inputs.json", json.dumps(about, indent=1) + "\n")
 
 
 def _flat(about: dict) -> dict:
@@ -115,7 +116,7 @@ def _make_layout(cluster: Cluster, work: pathlib.Path, inputs: Input, options: O
     todo = [group for group in groups if not scan.scan_path(work, group).exists()]
     progress = Progress("reading", 0)
     cluster.run(functools.partial(scan.scan, work, inputs, options, cluster.report), todo, progress)
-    files = [file for group in groups for file in scan.read_checked(scan.scan_path(work, group))]
+    files = scan.scanned(work, groups)
     layout = Layout(work, inputs, files, [])
     num_documents, num_parts = int(layout.first_document[-1]), 0
     if not num_documents:
@@ -123,7 +124,7 @@ def _make_layout(cluster: Cluster, work: pathlib.Path, inputs: Input, options: O
     if options.deduplicate:
         num_parts = scan.num_parts(num_documents)
         todo = [part for part in range(num_parts) if not scan.copies_path(work, part).exists()]
-        cluster.run(functools.partial(scan.find_copies, work, num_parts), todo)
+        cluster.run(functools.partial(scan.find_copies, work, len(groups), num_parts), todo)
     copies_N = scan.merge_copies(work, layout.first_document, num_parts)
     layout = Layout(work, inputs, files, scan.shard_bounds(files, options, copies_N))
     layout.save()

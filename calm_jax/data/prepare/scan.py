@@ -1,6 +1,6 @@
 """The first pass of a preparation: counts the documents of the input, finds copies, and decides where shards begin.
 
-Every step reads and writes files of one folder (`work`). Any process on any machine that shares the folder can run a step,
+Every step reads and writes files of one folder (`work`), see `work_files`. Any process on any machine that shares the folder can run a step,
 and a finished step is not repeated after an interruption. Documents are numbered in the order of the input; every piece
 of a long text counts as a document.
 """
@@ -8,22 +8,17 @@ of a long text counts as a document.
 import collections
 import dataclasses
 import functools
-import hashlib
-import json
 import pathlib
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from calm_jax.cli import files
-from calm_jax.cli.files import os_errors, write_atomically
 from calm_jax.data.documents import Document, digest_of, read_file
 from calm_jax.data.files import Place, is_seekable
 from calm_jax.data.packing import PUBLISHED_GROUP
 from calm_jax.data.prepare.options import KEY, Input, Options
-from calm_jax.errors import UserError, reason_of
+from calm_jax.data.prepare.work_files import read_rows, read_value, write_rows, write_value
+from calm_jax.errors import UserError
 
 # Digests that are collected in memory before they are written to a file.
 _SEGMENT = 2**20
@@ -33,79 +28,22 @@ _PARTITION = 2**21
 _MARKS = 16
 # A document's key has its number within its file in the low 40 bits, and the file's number above them.
 _FILE_SHIFT = 40
+# The file with the numbers of all copies.
+_COPIES = "copies.json"
 # Called from time to time with the numbers of documents, characters and tokens since the last call.
 Report = Callable[[int, int, int], None]
 
 
-def write_json(path: pathlib.Path, value: object) -> None:
-    """Writes a file atomically; several processes may write the same file."""
-    write_atomically(path, json.dumps(value, indent=1) + "\n", f".{uuid.uuid4().hex}")
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _write_checked(path: pathlib.Path, content: object) -> None:
-    """Writes a JSON value with its checksum, for `read_checked`."""
-    write_json(path, {"sha256": _digest(content), "content": content})
-
-
-def _unreadable(path: pathlib.Path, reason: object) -> UserError:
-    return UserError(
-        f"{path} cannot be read ({reason}): delete {path.parent} and give the same command again"
-    )
-
-
-def read_checked(path: pathlib.Path) -> Any:
-    """Reads what `_write_checked` wrote. Raises `UserError` if it is missing or damaged."""
-    try:
-        stored = files.read_json(path)
-        if stored["sha256"] != _digest(stored["content"]):
-            raise ValueError("its checksum is wrong")
-        return stored["content"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _save(path: pathlib.Path, array: np.ndarray) -> None:
-    """Writes an array atomically; several processes may write the same file."""
-    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    with os_errors(path, "written"):
-        with open(beside, "wb") as file:
-            np.save(file, array)
-        # Else a power cut could leave an empty file under the final name.
-        files.sync(beside)
-        beside.rename(path)
-
-
-def _load(path: pathlib.Path, dtype: type, *columns: int) -> np.ndarray:
-    """A memory map of an array that `_save` wrote. Raises `UserError` if it is missing, or no array of this type and shape.
-
-    The numbers are not checked: to find copies, each worker reads a small part of all files.
-    """
-    try:
-        with files.open_regular(path):
-            array = np.load(path, mmap_mode="r")
-        is_expected = array.dtype == dtype and array.ndim >= 1 and array.shape[1:] == columns
-    # numpy raises exceptions of many types for a damaged header.
-    except Exception as error:
-        raise _unreadable(path, reason_of(error) or type(error).__name__) from error
-    if not is_expected:
-        raise _unreadable(path, "it has another shape or type than this program writes")
-    return array
-
-
 def scan_path(work: pathlib.Path, group: int) -> pathlib.Path:
     """The file with the results of `scan` for a group of input files."""
-    return work / f"scan-{group:05}.json"
+    return work / f"scanned-{group:05}.json"
 
 
 def scan(work: pathlib.Path, inputs: Input, options: Options, report: Report, group: int) -> None:
     """Reads a group of files once, and writes the counts and marks of each to `scan_path`.
 
     A mark is a place where reading can begin: `(documents, characters, records, bytes)` of the file before it. With
-    `deduplicate` also writes the digests of all documents, for `find_copies`.
+    `deduplicate` also writes the digests of all documents, and their files' names, for `find_copies`.
 
     Args:
         work: the folder of intermediate files.
@@ -145,54 +83,61 @@ def scan(work: pathlib.Path, inputs: Input, options: Options, report: Report, gr
                 "left_out": dict(left_out),
             }
         )
-    if digests is not None:
-        digests.flush()
-    _write_checked(scan_path(work, group), found)
+    segments = digests.flush() if digests is not None else []
+    write_value(scan_path(work, group), {"files": found, "digests": segments})
+
+
+def scanned(work: pathlib.Path, groups: Iterable[int]) -> list[dict]:
+    """The results of `scan` for each input file of some groups: counts and marks. Raises `UserError` if one is damaged."""
+    return [file for group in groups for file in read_value(scan_path(work, group))["files"]]
 
 
 class _Digests:
-    """Collects documents' digests, and writes them in segments: digests-*.npy, uint64 [documents, 3].
+    """Collects documents' digests, and writes them in segments: files of rows [documents, 3], sorted.
 
-    A row is both halves of the digest and the document's key. Rows are sorted by the first half.
+    A row is both halves of the digest and the document's key.
     """
 
     def __init__(self, work: pathlib.Path, group: int):
         self._work, self._group = work, group
         self._rows: list[bytes] = []
-        self._num_segments = 0
+        self._names: list[str] = []
 
     def add(self, document: Document, key: int) -> None:
         self._rows.append(digest_of(document) + key.to_bytes(8, "big"))
         if len(self._rows) == _SEGMENT:
             self.flush()
 
-    def flush(self) -> None:
+    def flush(self) -> list[str]:
+        """Writes what was added since the last call, and returns the names of all files."""
         rows_N3 = np.frombuffer(b"".join(self._rows), ">u8").reshape(-1, 3).astype(np.uint64)
         rows_N3 = rows_N3[np.argsort(rows_N3[:, 0], kind="stable")]
-        name = f"digests-{self._group:05}-{self._num_segments:05}.npy"
-        _save(self._work / name, rows_N3)
-        self._rows, self._num_segments = [], self._num_segments + 1
+        name = f"digests-{self._group:05}-{len(self._names):05}.json"
+        write_rows(self._work / name, rows_N3)
+        self._names.append(name)
+        self._rows = []
+        return self._names
 
 
 def copies_path(work: pathlib.Path, part: int) -> pathlib.Path:
     """The file with the results of `find_copies` for a part of the digests."""
-    return work / f"copies-{part:05}.npy"
+    return work / f"copies-{part:05}.json"
 
 
-def find_copies(work: pathlib.Path, num_parts: int, part: int) -> None:
+def find_copies(work: pathlib.Path, num_groups: int, num_parts: int, part: int) -> None:
     """Writes the keys of the documents that equal an earlier one, for one of `num_parts` equal ranges of digests."""
     lowest, highest = (2**64 * part // num_parts, 2**64 * (part + 1) // num_parts - 1)
-    rows = []
-    for path in sorted(work.glob("digests-*.npy")):
-        segment_N3 = _load(path, np.uint64, 3)
-        begin = np.searchsorted(segment_N3[:, 0], np.uint64(lowest), side="left")
-        end = np.searchsorted(segment_N3[:, 0], np.uint64(highest), side="right")
-        rows.append(np.asarray(segment_N3[begin:end]))
-    rows_N3 = np.concatenate(rows)
+    rows_N3 = np.concatenate(
+        [
+            read_rows(work / name, lowest, highest)
+            for group in range(num_groups)
+            for name in read_value(scan_path(work, group))["digests"]
+        ]
+    )
     rows_N3 = rows_N3[np.lexsort((rows_N3[:, 2], rows_N3[:, 1], rows_N3[:, 0]))]
     is_copy = np.zeros(len(rows_N3), bool)
     is_copy[1:] = (rows_N3[1:, :2] == rows_N3[:-1, :2]).all(1)
-    _save(copies_path(work, part), rows_N3[is_copy, 2])
+    write_rows(copies_path(work, part), np.sort(rows_N3[is_copy, 2])[:, None])
 
 
 def num_parts(num_documents: int) -> int:
@@ -227,9 +172,9 @@ class Layout:
 
     def copies(self, first: int, stop: int) -> set[int]:
         """The numbers of the copies, which are left out, among the documents from `first` to `stop` (exclusive)."""
-        copies_N = _load(self.work / "copies.npy", np.int64)
-        begin, end = np.searchsorted(copies_N, [first, stop])
-        return set(copies_N[begin:end].tolist())
+        if first == stop:
+            return set()
+        return set(read_rows(self.work / _COPIES, first, stop - 1)[:, 0].tolist())
 
     def num_kept(self, shard: int) -> int:
         """The number of documents of a shard that are not copies."""
@@ -280,14 +225,14 @@ class Layout:
 
     def save(self) -> None:
         """Writes the layout to `work`, for `load`."""
-        _write_checked(
+        write_value(
             self.work / "layout.json",
             {"input": dataclasses.asdict(self.inputs), "files": self.files, "bounds": self.bounds},
         )
 
     @classmethod
     def load(cls, work: pathlib.Path) -> "Layout":
-        stored = read_checked(work / "layout.json")
+        stored = read_value(work / "layout.json")
         inputs = Input(tuple(stored["input"]["files"]), tuple(stored["input"]["states"]))
         return cls(work, inputs, stored["files"], stored["bounds"])
 
@@ -300,15 +245,13 @@ def merge_copies(work: pathlib.Path, first_document: np.ndarray, parts: int) -> 
         first_document: the number of each file's first document.
         parts: the number of parts of the digests; 0 without `deduplicate`.
     """
-    keys = [_load(copies_path(work, part), np.uint64) for part in range(parts)]
+    keys = [read_rows(copies_path(work, part))[:, 0] for part in range(parts)]
     keys_N = np.concatenate([np.zeros(0, np.uint64), *keys])
     inside = np.uint64((1 << _FILE_SHIFT) - 1)
     file_N = (keys_N >> np.uint64(_FILE_SHIFT)).astype(np.int64)
     inside_N = (keys_N & inside).astype(np.int64)
-    if len(keys_N) and file_N.max() >= len(first_document) - 1:
-        raise _unreadable(work / "digests-*.npy", "a key names a file that there is not")
     copies_N = np.sort(first_document[file_N] + inside_N)
-    _save(work / "copies.npy", copies_N)
+    write_rows(work / _COPIES, copies_N[:, None])
     return copies_N
 
 
