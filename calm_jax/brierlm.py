@@ -15,6 +15,7 @@ been made with it. If one system gives texts, as hf:gpt2 does, all systems that 
 `calm_jax.evaluation.samples` describes the lines of both files, docs/evaluation.md the score.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -32,7 +33,7 @@ from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, write_atomically
 from calm_jax.cli.flags import define_recipe, parse_flags
-from calm_jax.cli.output import new_file
+from calm_jax.cli.output import new_file, owned_file
 from calm_jax.config import Config, resolve
 from calm_jax.data.tokenizers import Tokenizer, open_tokenizer
 from calm_jax.errors import UserError
@@ -170,12 +171,22 @@ def _print(scores: Mapping[str, brier.Score], num_positions: int) -> None:
 
 @command
 def main(argv: list[str]) -> None:
-    written = local_path(_WRITE.value, "--write_references")
-    output = local_path(_OUTPUT.value, "--output")
-    if _WRITE.value:
-        written = new_file(written, "--write_references", _OVERWRITE.value)
-    if _OUTPUT.value:
-        output = new_file(output, "--output", _OVERWRITE.value)
+    with contextlib.ExitStack() as stack:
+        written, output = (_owned(flag, stack) for flag in (_WRITE, _OUTPUT))
+        _run(written, output)
+
+
+def _owned(flag: flags.FlagHolder, stack: contextlib.ExitStack) -> pathlib.Path:
+    """The file that a flag names, owned until `stack` ends."""
+    path = local_path(flag.value, f"--{flag.name}")
+    if flag.value:
+        path = new_file(path, f"--{flag.name}", _OVERWRITE.value)
+        stack.enter_context(owned_file(path, f"--{flag.name}", _OVERWRITE.value))
+    return path
+
+
+def _run(written: pathlib.Path, output: pathlib.Path) -> None:
+    """Writes the references to `written`, or scores systems and writes the samples of one to `output`."""
     config = None if _CONFIG.value is None else resolve(_CONFIG.value)
     keep_compiled_programs()
     if _WRITE.value:

@@ -11,6 +11,7 @@ Options without a default are taken from the model's config, section `sample`; c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -23,7 +24,7 @@ from absl import app, flags
 from calm_jax.cli import progress
 from calm_jax.cli.files import local_path, read_text, write_atomically
 from calm_jax.cli.flags import given_folder, parse_flags
-from calm_jax.cli.output import new_file
+from calm_jax.cli.output import new_file, owned_file
 from calm_jax.errors import UserError
 from calm_jax.parallel import startup
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
@@ -210,12 +211,18 @@ def main(argv: list[str]) -> None:
     keep_compiled_programs()
     given = {flag.name: flag.value for flag in (*_OPTIONS, _SEED, _WORKDIR, _OUTPUT)}
     multihost.check_same(lambda: given | {"prompts": prompts})
-    generator = Generator.load(workdir)
-    options = _options(generator)
-    if _OUTPUT.value:
-        _write(generator, prompts, options, output)
-    else:
-        _print(generator, prompts, options)
+    owner = (
+        owned_file(output, "--output", _OVERWRITE.value)
+        if _OUTPUT.value
+        else contextlib.nullcontext()
+    )
+    with multihost.entered_once(owner):
+        generator = Generator.load(workdir)
+        options = _options(generator)
+        if _OUTPUT.value:
+            _write(generator, prompts, options, output)
+        else:
+            _print(generator, prompts, options)
 
 
 if __name__ == "__main__":

@@ -8,19 +8,23 @@ Needs pip install -e '.[plan]' for TPUs (v4, v5e, v5p, v6e) and '.[plan-cuda]' f
 The exit status is 1 if it does not fit.
 """
 
+import contextlib
 import functools
 import json
 import math
 import os
+import pathlib
 
 # Before jax is imported: everything runs on the CPU, and libtpu, which only compiles, must not look for TPUs.
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from absl import app, flags
+from ml_collections import ConfigDict
 
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, nan_to_none, write_atomically
 from calm_jax.cli.flags import define_recipe, parse_flags
+from calm_jax.cli.output import new_file, owned_file
 from calm_jax.errors import UserError
 
 _CONFIG = define_recipe("recipe: a file with get_config()")
@@ -51,14 +55,21 @@ def main(argv: list[str]) -> int:
     if not 0 < _EFFICIENCY.value <= 1:
         raise UserError(f"--efficiency={_EFFICIENCY.value:g} must be in (0, 1]")
     output = local_path(_OUTPUT.value, "--output")
-    if _OUTPUT.value and not output.absolute().parent.is_dir():
-        raise UserError(f"--output={_OUTPUT.value} cannot be written: there is no such folder")
+    with contextlib.ExitStack() as stack:
+        if _OUTPUT.value:
+            output = new_file(output, "--output", overwrite=True)
+            stack.enter_context(owned_file(output, "--output", overwrite=True))
+        return _plan(_CONFIG.value, output)
+
+
+def _plan(recipe: ConfigDict, output: pathlib.Path) -> int:
+    """Compiles and shows the plan, and writes it to `output`. Returns 0 if it fits, 1 if not."""
     # Imported here, so that --help and bad flags do not wait for JAX.
     from calm_jax.config import resolve
     from calm_jax.planning import planner, report, topology
     from calm_jax.planning.result import advice
 
-    config, stage = resolve(_CONFIG.value), _STAGE.value
+    config, stage = resolve(recipe), _STAGE.value
     if stage == "generate":
         if _FIT.value:
             raise UserError("--stage=generate needs --topology=h100:1 or another one, not --fit")

@@ -7,6 +7,7 @@ Training and evaluation write a run's report.html by themselves. This command ma
 """
 
 import pathlib
+import uuid
 
 from absl import app, flags
 
@@ -38,7 +39,8 @@ def main(argv: list[str]) -> None:
     else:
         text, default = web_report.page(workdirs[0]), workdirs[0].report_path
     path = local_path(_OUTPUT.value, "--output") if _OUTPUT.value else default
-    write_atomically(path, text)
+    # A training that is running may write its page at the same time.
+    write_atomically(path, text, f".{uuid.uuid4().hex}")
     print(f"{path}: {len(text.encode()) / 1e3:,.0f} kB")
 
 

@@ -1,9 +1,12 @@
-"""Checks, before long work, that a command's output file can be written and that no file is overwritten unasked."""
+"""Checks, before long work, that a command's output file can be written, that no file is overwritten unasked, and that no
+other command is going to write it."""
 
+import contextlib
 import os
 import pathlib
+from collections.abc import Iterator
 
-from calm_jax.cli.files import os_errors
+from calm_jax.cli.files import os_errors, unfinished_folder
 from calm_jax.errors import UserError
 
 
@@ -25,3 +28,17 @@ def new_file(path: pathlib.Path, flag: str, overwrite: bool) -> pathlib.Path:
             f"{flag}={path} cannot be written: there is no such folder, or it is not writable"
         )
     return path
+
+
+@contextlib.contextmanager
+def owned_file(path: pathlib.Path, flag: str, overwrite: bool) -> Iterator[None]:
+    """Owns, inside the `with` block, a file that `new_file` has checked: another command that is to write it is refused.
+
+    The lock is in a folder beside the file, see `unfinished_folder`.
+
+    Raises:
+        UserError: if another process owns the file or has written it meanwhile, or if its folder cannot be written to.
+    """
+    with unfinished_folder(path, flag):
+        new_file(path, flag, overwrite)
+        yield

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from calm_jax.cli.files import atomic_folder
+from calm_jax.cli.output import owned_file
 from calm_jax.cli.ownership import owned
 from calm_jax.errors import UserError
 from tests.workdirs import ROOT
@@ -19,10 +20,17 @@ from tests.workdirs import ROOT
 OWN = """
 import pathlib, sys, time
 from calm_jax.cli.files import atomic_folder
+from calm_jax.cli.output import owned_file
 from calm_jax.cli.ownership import owned
 kind, path = sys.argv[1], pathlib.Path(sys.argv[2])
-with owned(path, f"--flag={path}") if kind == "owned" else atomic_folder(path, "--flag") as folder:
-    (folder or path).joinpath("half").write_text("written")
+own = {
+    "owned": lambda: owned(path, f"--flag={path}"),
+    "atomic_folder": lambda: atomic_folder(path, "--flag"),
+    "owned_file": lambda: owned_file(path, "--flag", overwrite=False),
+}[kind]
+with own() as folder:
+    if kind != "owned_file":
+        (folder or path).joinpath("half").write_text("written")
     print("owns it", flush=True)
     time.sleep(600)
 """
@@ -62,6 +70,26 @@ def test_a_second_process_is_refused_and_a_killed_one_replaced(kind, tmp_path):
     # The killed process made the folder, so that it stays, with an empty lock that nobody has to delete.
     left = {"owned": ["lock"], "atomic_folder": ["whole"]}[kind]
     assert os.listdir(path) == left and os.listdir(path.parent) == ["folder"]
+
+
+def test_a_file_that_another_process_is_to_write_is_refused_and_then_that_it_exists(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    with owner("owned_file", path) as process:
+        with (
+            pytest.raises(UserError, match=f"is in use: process {process.pid} on "),
+            owned_file(path, "--flag", overwrite=True),
+        ):
+            pass
+        assert os.listdir(tmp_path) == [".texts.jsonl.unfinished"]
+    with owned_file(path, "--flag", overwrite=False):
+        path.write_text("whole")
+    assert os.listdir(tmp_path) == ["texts.jsonl"]
+    with (
+        pytest.raises(UserError, match=r"--flag=.* already exists"),
+        owned_file(path, "--flag", overwrite=False),
+    ):
+        pass
+    assert os.listdir(tmp_path) == ["texts.jsonl"] and path.read_text() == "whole"
 
 
 def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):
