@@ -11,8 +11,8 @@ the command was still running, that its disk was full, or that its clock was set
 lost something, of which there must be none.
 
 Faults: `kill`, `term` and `int` are SIGKILL, SIGTERM and SIGINT, which go to any one process of a job that has more than one;
-`stop` is SIGSTOP for a second; `orphan` kills the command's parent; `two` starts the command a second time while it runs; `cut`, a
-power cut, is SIGKILL, after which every file loses a random part of the bytes that were not synced yet; `full` is a disk that is
+`stop` is SIGSTOP for 1, 10 or 40 seconds; `orphan` kills the command's parent; `two` starts the command a second time while it runs;
+`cut`, a power cut, is SIGKILL to all processes, after which every file loses a random part of the bytes that were not synced yet; `full` is a disk that is
 full at a random byte, `readonly` one that cannot be written (both are a tmpfs, which root alone can mount); `clock` sets the clock
 back by a day; `source` kills the command and repeats it with a text file that has changed or is gone. Faults that have no meaning
 for a job are left out: a server writes no files, and only training and preparation read text again that they began with.
@@ -55,6 +55,8 @@ _ROOT = pathlib.Path(__file__).parent.parent
 _MOST_SECONDS = 900
 # The largest number of calls until a disturbed command must have ended with status 0.
 _MOST_CALLS = 4
+# The seconds for which a command may be stopped; Dask and the processes of a training wait for each other that long.
+_STOPS = (1, 10, 40)
 # A file that takes the last page of a disk that is to be full, and the bytes of a page.
 _BALLAST, _PAGE = "ballast", 4096
 _TIMING = {
@@ -221,6 +223,7 @@ class Disturbance:
       has_hit: whether the command was still running, its disk was full or read-only, or its clock was set back.
       victim: the process that got a signal, see `_role`; empty for other faults.
       status: the exit status of the command, negative for the number of a signal.
+      changed: the exit status of the command with the changed text; None for other faults.
       stage: of a training, the last stage whose folder existed when the fault came; else empty.
       written: the bytes that the output had then, as a share of those of the undisturbed output.
       wrong: what went wrong.
@@ -229,6 +232,7 @@ class Disturbance:
     has_hit: bool = True
     victim: str = ""
     status: int | None = None
+    changed: int | None = None
     stage: str = ""
     written: float = 0.0
     wrong: list[str] = dataclasses.field(default_factory=list)
@@ -339,7 +343,12 @@ def _victim(process: subprocess.Popen, job: Job, chance: random.Random) -> int:
         return process.pid
     children: list[int] = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        children = [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
+        children = [
+            one.pid
+            for one in psutil.Process(process.pid).children(recursive=True)
+            # It does no work.
+            if "resource_tracker" not in " ".join(one.cmdline())
+        ]
     if job.victims == "all":
         children.append(process.pid)
     return chance.choice(children or [process.pid])
@@ -456,6 +465,11 @@ def _disturb(
             # 75: a save that would have to wait for the clock ends the command as a signal would.
             if found.status not in ((0, 75) if fault == "clock" else (0, 2)):
                 found.wrong.append(f"the command ended with status {found.status}: {_tail(log)}")
+            if found.status == 2 and "Traceback" in log.read_text(errors="replace"):
+                found.wrong.append(f"the command ended with a traceback: {_tail(log)}")
+        elif fault == "cut":
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         elif fault == "orphan":
             process.kill()
             process.wait()
@@ -467,7 +481,7 @@ def _disturb(
     if fault == "cut":
         _lose([path for path in output.parent.rglob("*") if path.is_file()], synced, chance)
     if fault == "source":
-        found.wrong += _change_text(job, output, chance)
+        _change_text(job, output, found, chance)
     return found
 
 
@@ -505,7 +519,7 @@ def _signal(
     except ProcessLookupError:
         found.has_hit = False
     if fault == "stop":
-        time.sleep(1)
+        time.sleep(chance.choice(_STOPS))
         # The process may have ended meanwhile.
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGCONT)
@@ -531,8 +545,8 @@ def _has_begun(output: pathlib.Path) -> bool:
     return bool(checkpoints) or any(output.rglob("shard-*"))
 
 
-def _change_text(job: Job, output: pathlib.Path, chance: random.Random) -> list[str]:
-    """Runs the command with a text file that has changed or is gone. Returns what went wrong; the file is restored."""
+def _change_text(job: Job, output: pathlib.Path, found: Disturbance, chance: random.Random) -> None:
+    """Runs the command with a text file that has changed or is gone. The file is restored."""
     path = chance.choice(sorted((output.parents[1] / "text").iterdir()))
     content, log, has_begun = path.read_bytes(), _log_of(output), _has_begun(output)
     log.unlink(missing_ok=True)
@@ -541,17 +555,18 @@ def _change_text(job: Job, output: pathlib.Path, chance: random.Random) -> list[
             path.unlink()
         else:
             path.write_bytes(content[::-1])
-        status = _end(_start(job.arguments(output), log))
+        found.changed = _end(_start(job.arguments(output), log))
     finally:
         path.write_bytes(content)
-    if status not in (0, 2):
-        return [f"with a changed text it ended with status {status}: {_tail(log)}"]
-    if status == 0 and has_begun:
-        return ["it went on with a changed text"]
-    if status == 0:
+    if found.changed not in (0, 2):
+        found.wrong.append(
+            f"with a changed text it ended with status {found.changed}: {_tail(log)}"
+        )
+    elif found.changed == 0 and has_begun:
+        found.wrong.append("it went on with a changed text")
+    elif found.changed == 0:
         # The command had not begun or had nothing left to do, so it took the changed text: the next call begins anew.
         shutil.rmtree(output, ignore_errors=True)
-    return []
 
 
 def _log_of(output: pathlib.Path) -> pathlib.Path:

@@ -155,18 +155,23 @@ def test_a_changed_text_is_restored(tmp_path):
     job = faults.Job(
         lambda output: ["timeit", "-n1", "-r1", f"{read}; assert len(x) > 3"], lambda output: {}
     )
+
+    def changed(job: faults.Job, seed: int) -> faults.Disturbance:
+        found = faults.Disturbance()
+        faults._change_text(job, output, found, random.Random(seed))
+        return found
+
     for seed in range(4):
-        wrong = faults._change_text(job, output, random.Random(seed))
+        found = changed(job, seed)
         assert {path.name: path.read_bytes() for path in (tmp_path / "text").iterdir()} == contents
         # The command fails where a file is gone, with a status that no command has.
-        assert not wrong or "status 1" in wrong[0]
+        assert "status 1" in found.wrong[0] if found.changed else not found.wrong
     # A command that does not look at the text again, after a checkpoint.
     (output / "lm" / "6").mkdir(parents=True)
     careless = dataclasses.replace(job, arguments=lambda output: ["timeit", "-n1", "-r1", "pass"])
-    wrong = faults._change_text(careless, output, random.Random(0))
-    assert wrong == ["it went on with a changed text"]
+    assert changed(careless, 0).wrong == ["it went on with a changed text"]
     (output / "results.json").touch()
-    assert faults._change_text(careless, output, random.Random(0)) == []
+    assert changed(careless, 0).wrong == []
 
 
 def _read(command: pathlib.Path) -> bytes:
