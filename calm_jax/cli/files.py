@@ -103,21 +103,24 @@ def read_json(path: pathlib.Path) -> Any:
         raise ValueError("too many levels of lists and objects") from error
 
 
-def _checksum(content: object) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+def _checksum(name: str, content: object) -> str:
+    return hashlib.sha256(json.dumps([name, content]).encode()).hexdigest()
 
 
-def checked_json(content: object) -> str:
-    """The text of a JSON file that holds a value and its checksum, for `read_checked_json`."""
-    return json.dumps({"sha256": _checksum(content), "content": content}, indent=1) + "\n"
+def checked_json(name: str, content: object) -> str:
+    """The text of a JSON file of this name that holds a value and a checksum of both, for `read_checked_json`."""
+    return json.dumps({"sha256": _checksum(name, content), "content": content}, indent=1) + "\n"
 
 
 def read_checked_json(path: pathlib.Path) -> Any:
-    """The value in a file with the text of `checked_json`. Raises `OSError` if it cannot be read, `ValueError` if it is damaged."""
+    """The value in a file with the text of `checked_json`.
+
+    Raises `OSError` if it cannot be read, `ValueError` if it is damaged or was written under another name.
+    """
     stored = read_json(path)
     if not isinstance(stored, dict) or set(stored) != {"sha256", "content"}:
         raise ValueError("it has no checksum")
-    if stored["sha256"] != _checksum(stored["content"]):
+    if stored["sha256"] != _checksum(path.name, stored["content"]):
         raise ValueError("its checksum is wrong")
     return stored["content"]
 

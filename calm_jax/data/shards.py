@@ -125,7 +125,7 @@ class ShardWriter:
             "sha256": {name: sha256(self._folder / name) for name in (PAGES, DOCUMENTS)},
         }
         with open(self._folder / SHARD, "w", encoding="utf-8") as about_file:
-            about_file.write(checked_json(about))
+            about_file.write(checked_json(SHARD, about))
             about_file.flush()
             os.fsync(about_file.fileno())
 

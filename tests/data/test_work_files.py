@@ -27,7 +27,7 @@ def test_a_range_is_that_of_all_rows(tmp_path, monkeypatch, num_rows):
             assert work_files.read_rows(index, lowest, highest).tolist() == inside
 
 
-def test_every_flipped_bit_and_every_cut_is_refused(tmp_path, monkeypatch):
+def test_every_flipped_bit_every_cut_and_every_other_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(work_files, "_BLOCK", 4)
     index, rng = tmp_path / "a.json", random.Random(0)
     work_files.write_rows(index, np.arange(22)[:, None])
@@ -43,3 +43,10 @@ def test_every_flipped_bit_and_every_cut_is_refused(tmp_path, monkeypatch):
                     work_files.read_rows(index)
         path.write_bytes(whole)
     assert work_files.read_rows(index)[:, 0].tolist() == list(range(22))
+    other = tmp_path / "b.json"
+    work_files.write_value(other, {"shape": [0, 1], "first": [], "crc32": []})
+    index.write_bytes(other.read_bytes())
+    with pytest.raises(
+        UserError, match=r"a.json cannot be read \(its checksum is wrong\): delete "
+    ):
+        work_files.read_rows(index)

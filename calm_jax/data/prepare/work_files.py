@@ -31,7 +31,7 @@ def _write(path: pathlib.Path, content: str | memoryview) -> None:
 
 def write_value(path: pathlib.Path, value: object) -> None:
     """Writes a JSON value."""
-    _write(path, checked_json(value))
+    _write(path, checked_json(path.name, value))
 
 
 def read_value(path: pathlib.Path) -> Any:
