@@ -126,6 +126,7 @@ class Job:
       source: the job whose output is copied as the output before the command starts; empty for no such copy.
       victims: the processes, one of which gets a signal: the command "itself", its "children", "all" of these, or its "peers", which
         are children that end together, and the command with their status.
+      text: the folder of the command's text.
       without: faults that have no meaning for the command.
       is_cached: False if the command compiles its programs at each call.
     """
@@ -134,6 +135,7 @@ class Job:
     outcome: Callable[[pathlib.Path], Any]
     source: str = ""
     victims: str = "itself"
+    text: str = "text"
     without: tuple[str, ...] = ("source",)
     is_cached: bool = True
 
@@ -142,7 +144,7 @@ def _jobs(folder: pathlib.Path) -> dict[str, Job]:
     recipe = f"--config=tests/tiny_recipe.py:{folder}/text/*.txt"
     often = [f"--config.{stage}.training.checkpoint_every=2" for stage in ("autoencoder", "lm")]
     trained = folder / "reference" / "train"
-    text = [f"--input={folder}/text/*.txt", "--tokenizer=bytes", "--shard_characters=2000"]
+    text = [f"--input={folder}/records/*.jsonl", "--tokenizer=bytes", "--deduplicate"]
     exported = folder / "reference" / "export"
     return {
         "train": Job(
@@ -179,9 +181,13 @@ def _jobs(folder: pathlib.Path) -> dict[str, Job]:
             _lines,
         ),
         "prepare": Job(
-            lambda out: ["calm_jax.data.prepare", *text, "--workers=1", f"--output={out}"],
+            lambda out: [
+                *["calm_jax.data.prepare", *text, "--shard_characters=600000", "--workers=2"],
+                f"--output={out}",
+            ],
             _of_bytes,
             victims="all",
+            text="records",
             without=(),
         ),
         "convert": Job(
@@ -547,7 +553,7 @@ def _has_begun(output: pathlib.Path) -> bool:
 
 def _change_text(job: Job, output: pathlib.Path, found: Disturbance, chance: random.Random) -> None:
     """Runs the command with a text file that has changed or is gone. The file is restored."""
-    path = chance.choice(sorted((output.parents[1] / "text").iterdir()))
+    path = chance.choice(sorted((output.parents[1] / job.text).iterdir()))
     content, log, has_begun = path.read_bytes(), _log_of(output), _has_begun(output)
     log.unlink(missing_ok=True)
     try:
@@ -712,6 +718,20 @@ def _show(records: list[dict]) -> None:
             print(f"{one['job']}-{one['fault']}-{one['number']}: {reason}")
 
 
+def _write_text(root: pathlib.Path) -> None:
+    """Writes text/, little text to train on, and records/, text of which the preparation takes seconds, with copies."""
+    for name in ("text", "records"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    chance = random.Random(_SEED.value)
+    for number in range(12):
+        words = " ".join(chance.choices(WORDS, k=400 + 50 * number))
+        write_atomically(root / "text" / f"{number}.txt", words)
+    texts = [" ".join(chance.choices(WORDS, k=60)) for _ in range(60_000)]
+    for number in range(4):
+        lines = (json.dumps({"text": text}) + "\n" for text in chance.choices(texts, k=24_000))
+        write_atomically(root / "records" / f"{number}.jsonl", "".join(lines))
+
+
 @command
 def main(argv: list[str]) -> int:
     if not _FOLDER.value:
@@ -722,11 +742,7 @@ def main(argv: list[str]) -> int:
         for value in flag.value:
             if value not in known:
                 raise UserError(f"--{flag.name}={value} is none of {', '.join(known)}")
-    (root / "text").mkdir(parents=True, exist_ok=True)
-    chance = random.Random(_SEED.value)
-    for number in range(12):
-        words = " ".join(chance.choices(WORDS, k=400 + 50 * number))
-        write_atomically(root / "text" / f"{number}.txt", words)
+    _write_text(root)
     trials = root / "trials.jsonl"
     text = trials.read_text() if trials.exists() else ""
     # A campaign that was killed may have left the beginning of a line.
