@@ -15,6 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
+from calm_jax.cli.clock import ends_if_set_back
 from calm_jax.cli.files import os_errors, sync
 from calm_jax.errors import UserError, require_at_least
 from calm_jax.parallel import multihost
@@ -22,7 +23,6 @@ from calm_jax.parallel.mesh import shardings
 from calm_jax.parallel.multihost import AgreedError
 from calm_jax.training import tensorstore_leak
 from calm_jax.training.checksums import checksums
-from calm_jax.training.clock import ends_if_set_back
 
 # The items of a checkpoint. Parameters are an item of their own, so that they load without the optimizer.
 _PARAMS, _TRAINING, _ABOUT = "params", "training", "about"
@@ -132,12 +132,12 @@ class Checkpointer:
             _ABOUT: ocp.args.JsonSave(_signed(about, {_PARAMS: params, _TRAINING: training})),
         }
         # Orbax first waits for the previous save, and raises its error if it failed.
-        with _write_errors(self.folder), ends_if_set_back(str(self.folder)):
+        with _writing(self.folder):
             self._manager.save(step, args=ocp.args.Composite(**items))
 
     def wait(self) -> None:
         """Returns when every started save is complete on disk; raises `UserError` if one failed."""
-        with _write_errors(self.folder), ends_if_set_back(str(self.folder)):
+        with _writing(self.folder):
             self._manager.wait_until_finished()
 
     def restore(self, params: Any, training: Any, mesh: Mesh) -> tuple[Any, Any]:
@@ -174,16 +174,19 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits for a started save, and ends Orbax's threads. Raises `UserError` if the save failed."""
-        with _write_errors(self.folder), ends_if_set_back(str(self.folder)):
+        with _writing(self.folder):
             self._manager.close()
 
 
 @contextlib.contextmanager
-def _write_errors(folder: pathlib.Path) -> Iterator[None]:
-    """Turns an error while a checkpoint is written into a `UserError`."""
+def _writing(folder: pathlib.Path) -> Iterator[None]:
+    """Turns an error while a checkpoint is written into a `UserError`. Ends the process if it waits for a clock that was set back."""
     _hide_late_errors()
     try:
-        yield
+        with ends_if_set_back(
+            str(folder), "the checkpoint", "resumes from the last complete checkpoint"
+        ):
+            yield
     except (OSError, ValueError, RuntimeError) as error:
         complete = latest_step(folder)
         kept = (
@@ -362,7 +365,7 @@ def save_params(folder: pathlib.Path, params: Any, about: dict) -> None:
         _ABOUT: ocp.args.JsonSave(_signed(about, {_PARAMS: params})),
     }
     with (
-        _write_errors(folder),
+        _writing(folder),
         ocp.CheckpointManager(folder.resolve(), item_handlers=handlers) as manager,
     ):
         manager.save(0, args=ocp.args.Composite(**items))

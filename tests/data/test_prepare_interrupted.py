@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 import types
 
@@ -26,7 +27,7 @@ from tests.data.test_prepare import (
     touched,
     workers_of,
 )
-from tests.workdirs import run, start
+from tests.workdirs import ROOT, run, start
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,37 @@ def large(tmp_path_factory) -> tuple[list[str], dict[str, bytes]]:
     prepared(folder / "loop", files, tokenizer, shard_characters=100_000)
     given = [f"--input={','.join(map(str, files))}", f"--tokenizer={model}"]
     return [*given, "--shard_characters=100000"], contents(folder / "loop")
+
+
+CLOCK_SET_BACK = """
+import sys, time
+from calm_jax.cli import clock
+true = time.time
+clock._PATIENCE, time.time = 0.2, lambda: true() - 3600
+sys.argv[0] = "prepare"
+from absl import app
+from calm_jax.cli.flags import parse_flags
+from calm_jax.data.prepare.__main__ import main
+app.run(main, flags_parser=parse_flags)
+"""
+
+
+def test_a_clock_that_is_set_back_ends_a_preparation_which_then_goes_on(large, tmp_path):
+    """Dask would wait until the clock has caught up."""
+    command, output = [*large[0], "--workers=1", f"--output={tmp_path}/out"], f"{tmp_path}/out"
+    done = subprocess.run(
+        [sys.executable, "-c", CLOCK_SET_BACK, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (75, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"interrupted: {output}: the clock of this machine was set back by 3600")
+    assert line.endswith("; the same command goes on with it")
+    run(PREPARE, *command)
+    assert finished(tmp_path / "out") == large[1]
 
 
 def test_shards_are_divided_into_tasks_also_while_no_worker_is_there():

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
+from calm_jax.cli.clock import ends_if_set_back
 from calm_jax.cli.files import os_errors, read_json, write_atomically
 from calm_jax.cli.ownership import LOCK, owned
 from calm_jax.data.prepare import make_shards, scan
@@ -175,7 +176,10 @@ def prepare(
             tokenizer.save(output / "tokenizer")
             work.mkdir(exist_ok=True)
             _clean(work)
-        with Cluster(work, workers, scheduler) as cluster:
+        with (
+            ends_if_set_back(str(output), "the preparation", "goes on with it"),
+            Cluster(work, workers, scheduler) as cluster,
+        ):
             layout = _make_layout(cluster, work, inputs, options)
             todo = make_shards.pending(output, layout.num_shards)
             progress = Progress("tokenising", sum(map(layout.num_kept, todo)))

@@ -1,4 +1,4 @@
-"""A clock that is set back while a checkpoint is saved."""
+"""A clock that is set back while a command waits."""
 
 import subprocess
 import sys
@@ -10,10 +10,10 @@ from tests.forked import ROOT
 # A save of two seconds, in a process whose clock was set back by so many seconds; the clock is looked at after 0.2 s.
 PROGRAM = """
 import sys, time
-from calm_jax.training import clock
+from calm_jax.cli import clock
 true, seconds = time.time, float(sys.argv[1])
 clock._PATIENCE, time.time = 0.2, lambda: true() - seconds
-with clock.ends_if_set_back("runs/mine/lm"):
+with clock.ends_if_set_back("runs/mine/lm", "the checkpoint", "resumes from it"):
     time.sleep(2)
 print("saved")
 """
