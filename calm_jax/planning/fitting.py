@@ -1,8 +1,9 @@
 """Chooses the automatic keys of a recipe so that a training step fits into memory, and chooses the mesh of generation.
 
-The automatic keys are `training.accumulation_steps=0` and `lm.model.remat="auto"`. Candidates for their values are tried in
-the order of the planner's estimate of their time, the fastest first, up to the first that fits: its step is compiled, and
-the compiled program says how much memory it needs.
+The automatic keys are `training.accumulation_steps=0` and `lm.model.remat="auto"`. Candidates for their values are compiled, and
+the compiled program says how much memory a step needs. Of the candidates with the same `remat`, the first that fits is taken,
+in the order of their time by FLOPs and exchanged bytes alone. Of these, one for each `remat`, the fastest is taken; here the bytes
+of the compiled program in the device's memory count, too.
 """
 
 import dataclasses
@@ -24,6 +25,8 @@ from calm_jax.data.tokenizers import Tokenizer, Vocabulary
 from calm_jax.parallel import multihost
 from calm_jax.parallel.devices import Accelerator, accelerator, memory_here
 from calm_jax.parallel.mesh import MeshConfig, adapted, num_row_shards
+from calm_jax.planning import hlo, memory_traffic
+from calm_jax.planning.result import limits
 from calm_jax.tasks import Params
 from calm_jax.training.step import step_program
 
@@ -101,10 +104,17 @@ def generation_mesh(config: Config, vocab_size: int, num_devices: int, memory: f
 
 
 class Need(NamedTuple):
-    """Bytes of one device that a step needs: for its arguments, which are equal for all candidates, and for the rest."""
+    """What a step needs.
+
+    Attributes:
+      arguments: bytes of one device for its arguments, which are equal for all candidates.
+      rest: bytes of one device for everything else.
+      seconds: the least time that it takes (`least_seconds`); NaN if unknown.
+    """
 
     arguments: float
     rest: float
+    seconds: float
 
     @property
     def total(self) -> float:
@@ -186,7 +196,7 @@ def with_choice(config: Config, values: Mapping[str, Any]) -> Config:
 def candidates(
     config: Config, stage: str, mesh: Mesh, vocab_size: int, rates: Accelerator | None
 ) -> list[Config]:
-    """The configs that the automatic keys allow, from the fastest on by the planner's estimate.
+    """The configs that the automatic keys allow, from the fastest on by their FLOPs and the bytes that devices exchange.
 
     If `rates` is None, configs without recomputation come first, and then those with fewer microbatches.
     """
@@ -224,12 +234,34 @@ def candidates(
     return sorted(every, key=cost)
 
 
+def least_seconds(
+    program: jax.stages.Compiled | None,
+    config: Config,
+    stage: str,
+    mesh: Mesh,
+    vocab_size: int,
+    rates: Accelerator | None,
+) -> float:
+    """The least time of a compiled step, by computing, memory and network at the peak `rates`; NaN without a program or rates."""
+    if program is None or rates is None:
+        return math.nan
+    text = program.as_text()
+    assert text is not None
+    read = hlo.Program.of(text)
+    section = getattr(config, stage)
+    tokens = section.training.batch_size * section.data.block_tokens
+    again = flops.recomputed(config, stage, vocab_size, num_row_shards(mesh))
+    computed = (flops.training(config, stage, vocab_size) + again) * tokens / mesh.size
+    received = sum(one.moved for one in read.collectives(mesh.size))
+    return max(limits(rates, computed, memory_traffic.bytes_moved(read), received).values())
+
+
 class Fitted(NamedTuple):
     """What `fit_to_memory` found.
 
     Attributes:
-      config: the first candidate that fits; if none does, the one that needs least.
-      need: the memory that this candidate needs.
+      config: the fastest candidate that fits; if none does, the one that needs least memory.
+      need: what this candidate needs.
       fits: whether it fits.
     """
 
@@ -241,20 +273,25 @@ class Fitted(NamedTuple):
 def fit_to_memory(
     every: list[Config], stage: str, available: float, measure: Callable[[Config], Need]
 ) -> Fitted:
-    """The first candidate whose step fits.
+    """The fastest candidate that fits: the first of each value of `lm.model.remat` that fits is considered.
+
+    Without times, the first candidate that fits is taken.
 
     Args:
       every: the configs to try, in the order of `candidates`.
       stage: "autoencoder" or "lm".
       available: bytes of one device that the step may take.
-      measure: compiles a candidate's step, and returns the memory that it needs.
+      measure: compiles a candidate's step, and returns what it needs.
     """
     least: Fitted | None = None
+    fitting: dict[str, Fitted] = {}
     # By value of `lm.model.remat`, the latest measured candidate: its number of microbatches, and the memory it needed.
     known: dict[str, tuple[int, Need]] = {}
     for one in every:
         number = getattr(one, stage).training.accumulation_steps
         way = one.lm.model.remat
+        if way in fitting:
+            continue
         if way in known:
             fewer, need = known[way]
             # Besides the arguments, a microbatch of half the rows needs at least half as much memory. A candidate that cannot
@@ -263,12 +300,16 @@ def fit_to_memory(
                 continue
         need = measure(one)
         # All processes go on with the same candidate.
-        fits = multihost.broadcast(bool(need.total <= available))
+        fits, seconds = multihost.broadcast([bool(need.total <= available), need.seconds])
         if fits:
-            return Fitted(one, need, True)
+            fitting[way] = Fitted(one, need._replace(seconds=seconds), True)
+            if math.isnan(seconds):
+                break
         known[way] = number, need
         if least is None or need.total < least.need.total:
             least = Fitted(one, need, False)
+    if fitting:
+        return min(fitting.values(), key=lambda found: found.need.seconds)
     assert least is not None
     return least
 
@@ -308,12 +349,10 @@ def fit_here(
     Raises:
       AgreedError: if no candidate fits.
     """
-    # Holds the compiled program of the candidate that was measured last.
-    programs: list[jax.stages.Compiled | None] = []
+    programs: dict[Config, jax.stages.Compiled | None] = {}
     began = time.monotonic()
 
     def measure(one: Config) -> Need:
-        programs.clear()
         task, _, optimizer = stage_of(one, stage, words)
         section = getattr(one, stage)
         program = step_program(
@@ -321,8 +360,9 @@ def fit_here(
         )
         arguments = bytes_of(program.arguments)
         compiled = compile_program(program.step.lower(*program.arguments), arguments)
-        programs.append(compiled.program)
-        return Need(arguments, sum(compiled.memory.values()))
+        programs[one] = compiled.program
+        seconds = least_seconds(compiled.program, one, stage, mesh, words.vocab_size, rates)
+        return Need(arguments, sum(compiled.memory.values()), seconds)
 
     device = jax.local_devices()[0]
     rates = accelerator(device.device_kind, mesh.size)
@@ -331,7 +371,7 @@ def fit_here(
     found = fit_to_memory(every, stage, available, measure)
     values = ", ".join(f"{name}={value}" for name, value in chosen(found.config, stage).items())
     size = f"{found.need.total / 2**30:.2f} GiB of {available / 2**30:.2f} GiB a device"
-    [program] = programs
+    program = programs[found.config]
     if not found.fits or program is None:
         raise multihost.AgreedError(
             f"{stage}: a training step does not fit into memory: {values} needs {size}. More devices along mesh.fsdp (now "

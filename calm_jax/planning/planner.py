@@ -174,7 +174,7 @@ def plan_for(
         lowered = prepare(one, stage, topology)
         plans[one] = compile_step(lowered)
         arguments = sum(lowered.arguments.values())
-        return fitting.Need(arguments, plans[one].needed - arguments)
+        return fitting.Need(arguments, plans[one].needed - arguments, plans[one].seconds(1.0))
 
     mesh = make_mesh(config.mesh, topology.devices())
     check_stage(config, stage, mesh)

@@ -59,7 +59,7 @@ def compiled(
     whole = NamedSharding(mesh, PartitionSpec())
     with jax.set_mesh(mesh), one.answering():
         lowered = jax.jit(function, in_shardings=whole).lower(*shapes)
-        return lowered.compile(compiler_options=planner._OPTIONS.get(one.platform))
+        return lowered.compile(compiler_options=planner.COMPILER_OPTIONS.get(one.platform))
 
 
 def products(text: str) -> Iterator[tuple[str, str, str, str, str]]:
