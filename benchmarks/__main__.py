@@ -22,7 +22,9 @@ from benchmarks import measure, results
 from benchmarks import peer as published
 from benchmarks.measure import Cases, Options, Record
 from benchmarks.suites import costs, evaluate, generate, growth, startup, train
+from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import define_recipe, parse_flags
+from calm_jax.cli.output import new_file
 from calm_jax.config import as_dict, resolve
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
@@ -164,8 +166,10 @@ def _check_flags() -> None:
     for suite in _SUITE.value:
         if suite not in _SUITES:
             raise UserError(f"--suite={suite} is none of {', '.join(_SUITES)}")
-    if _OUTPUT.value and not pathlib.Path(_OUTPUT.value).absolute().parent.is_dir():
-        raise UserError(f"--output={_OUTPUT.value}: there is no such folder")
+    for folder in (_WORKDIR, _EXPORTED, _PEER, _COMPARE):
+        local_path(folder.value, f"--{folder.name}")
+    if _OUTPUT.value:
+        new_file(local_path(_OUTPUT.value, "--output"), "--output", overwrite=True)
     if _PEER.value:
         for flag in (_STAGE, _COMPARE):
             if flag.value:

@@ -4,9 +4,10 @@
 
 Each part is a command of its own with a limit of time: the planner's predictions, the quickstart, training steps of CALM-M
 (bfloat16, which has cuDNN's attention), and decoding at T = 1 and T = 1/2. A part leaves NAME.log and NAME.json in --output; a
-second call runs only the parts that have not succeeded, and the quickstart goes on where it stopped. The summary says the MFU of
-a training step and how far decoding is from its bandwidth bound. With --dry_run the same parts run on this machine's CPU at tiny
-sizes, except the planner's, which need NVIDIA's compiler (`calm_jax[cuda]` has it).
+second call runs only the parts that have not succeeded, and the quickstart goes on where it stopped. The summary says the time and
+the MFU of a training step beside the planner's, how far decoding is from the bound of memory bandwidth for texts of this length, and
+whether both reach their goals. With --dry_run the same parts run on this machine's CPU at tiny sizes, in the folder dry_run of
+--output, except the planner's, which need NVIDIA's compiler (`calm_jax[cuda]` has it).
 """
 
 import json
@@ -27,6 +28,10 @@ _TOPOLOGY = flags.DEFINE_string("topology", "h100:1", "the hardware to plan for"
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "tiny sizes, on the CPU")
 
 _BATCHES = "1,8,64"
+# Tokens of a prompt, as the suite has them, and of a continuation. The bound is planned for a cache of both.
+_PROMPT, _NEW = 32, 256
+# What a step and decoding are to reach: MFU, and times the bound.
+_LEAST_MFU, _MOST_TIMES = 0.45, 2.0
 # A step of 131,072 tokens (32,768 chunks); the published batch of two million tokens only repeats such microbatches.
 _CALM_M = ("--config=configs/calm_m.py", "--config.lm.training.batch_size=16")
 _TINY = (
@@ -63,7 +68,11 @@ def _parts(
 
     recipe = _TINY if dry_run else _CALM_M
     repeats = ["--repeats=1", "--case_seconds=1"] if dry_run else ["--repeats=20"]
-    rows = ["--batches=1", "--new_tokens=8"] if dry_run else [f"--batches={_BATCHES}"]
+    rows = (
+        ["--batches=1", "--new_tokens=8"]
+        if dry_run
+        else [f"--batches={_BATCHES}", f"--new_tokens={_NEW}"]
+    )
     parts = {
         "quickstart": (
             1800.0,
@@ -96,7 +105,15 @@ def _parts(
     plan = ["calm_jax.plan", *recipe, f"--topology={topology}"]
     return {
         "plan_train": (900.0, [*plan, "--stage=lm", result("plan_train")]),
-        "plan_decode": (1800.0, [*plan, "--stage=generate", result("plan_decode")]),
+        "plan_decode": (
+            1800.0,
+            [
+                *plan,
+                "--stage=generate",
+                f"--config.lm.data.block_tokens={_PROMPT + _NEW}",
+                result("plan_decode"),
+            ],
+        ),
     } | parts
 
 
@@ -125,12 +142,27 @@ def _read(path: pathlib.Path, key: str) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))[key] if path.exists() else []
 
 
+def _goal(is_reached: bool, goal: str) -> str:
+    return f" (goal {goal}: {'reached' if is_reached else 'missed'})"
+
+
 def summary(folder: pathlib.Path) -> list[str]:
     """Lines about the training step and each decoding, beside the planner's where it ran."""
     lines = []
     for one in _read(folder / "train.json", "results"):
-        share = "not known for this device" if one["mfu"] is None else f"{one['mfu']:.1%}"
-        lines.append(f"train: {one['ms']:.1f} ms a step, MFU {share}")
+        share = "MFU not known for this device"
+        if one["mfu"] is not None:
+            goal = _goal(one["mfu"] >= _LEAST_MFU, f"{_LEAST_MFU:.0%}")
+            share = f"MFU {one['mfu']:.1%}{goal}"
+        lines.append(f"train: {one['ms']:.1f} ms a step, {share}")
+    planned = folder / "plan_train.json"
+    if planned.exists():
+        plan = json.loads(planned.read_text(encoding="utf-8"))
+        least = 1e3 * max(plan["limits"].values())
+        lines.append(
+            f"train, planned: at least {least:.1f} ms a step ({plan['limit']}), MFU at most "
+            f"{plan['utilisation_bound']:.1%}"
+        )
     bounds = {
         (one["batch"], one["temperature"]): one["tokens_per_second"]
         for one in _read(folder / "plan_decode.json", "plans")
@@ -138,7 +170,11 @@ def summary(folder: pathlib.Path) -> list[str]:
     for one in _read(folder / "decode.json", "results"):
         _, temperature, batch, *_ = one["case"].split(":")
         bound = bounds.get((int(batch), float(temperature)))
-        times = "" if bound is None else f", {bound / one['tokens_per_s']:.2f} times from the bound"
+        times = ""
+        if bound is not None:
+            distance = bound / one["tokens_per_s"]
+            goal = _goal(distance <= _MOST_TIMES, f"{_MOST_TIMES:g}")
+            times = f", {distance:.2f} times from the bound{goal}"
         lines.append(f"decode {one['case']}: {one['tokens_per_s']:,.0f} tokens/s{times}")
     return lines
 
@@ -146,6 +182,8 @@ def summary(folder: pathlib.Path) -> list[str]:
 @command
 def main(argv: list[str]) -> None:
     folder = given_folder(_OUTPUT, "a folder for the results")
+    if _DRY_RUN.value:
+        folder /= "dry_run"
     folder.mkdir(parents=True, exist_ok=True)
     went = {
         name: _run(name, seconds, words, folder)

@@ -8,7 +8,6 @@ with the document's. "left" fills up the prompt in front with copies of a token,
 """
 
 import dataclasses
-import pathlib
 import time
 from collections.abc import Callable
 
@@ -19,7 +18,7 @@ from absl import app, flags
 from calm_jax.brier import ORDERS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
-from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.data.packing import encode_documents
 from calm_jax.errors import UserError
 from calm_jax.run.dataset import read_corpus
@@ -66,7 +65,8 @@ def _cases(
 
 @command
 def main(argv: list[str]) -> None:
-    generator, workdir = Generator.load(_WORKDIR.value), Workdir(pathlib.Path(_WORKDIR.value))
+    folder = given_folder(_WORKDIR, "the folder of a trained model")
+    generator, workdir = Generator.load(str(folder)), Workdir(folder)
     chunk_size, tokenizer = workdir.config.chunk_size, generator.tokenizer
     if chunk_size < 2:
         raise UserError(

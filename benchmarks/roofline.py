@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import os
-import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -29,8 +28,9 @@ from ml_collections import ConfigDict
 from benchmarks.measure import facts
 from benchmarks.suites.train import fresh, whole_batches
 from calm_jax.cli.command import command
-from calm_jax.cli.files import write_atomically
+from calm_jax.cli.files import local_path, write_atomically
 from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.output import new_file
 from calm_jax.config import resolve
 from calm_jax.cost import flops
 from calm_jax.data.tokenizers import Vocabulary
@@ -116,7 +116,7 @@ def errors(measured: list[float], predicted: list[float]) -> list[float]:
 @command
 def main(argv: list[str]) -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    path = pathlib.Path(_OUTPUT.value)
+    path = new_file(local_path(_OUTPUT.value, "--output"), "--output", overwrite=True)
     if path.exists():
         kept = json.loads(path.read_text())
     else:

@@ -28,6 +28,7 @@ from calm_jax.brier import Protocol
 from calm_jax.build import make_lm_task
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
+from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import parse_flags
 from calm_jax.config import resolve
 from calm_jax.data.tokenizers import ByteTokenizer
@@ -259,6 +260,7 @@ def _batch(text: str) -> int:
 
 @command
 def main(argv: list[str]) -> None:
+    local_path(_WORKDIR.value, "--workdir")
     models = (
         {_WORKDIR.value: lambda: _trained(_WORKDIR.value)}
         if _WORKDIR.value

@@ -21,6 +21,11 @@ fail() {
     exit 2
 }
 
+# Refuses a URL as the value of a flag that names a folder to write to.
+need_local() {
+    [[ $2 != *://* ]] || fail "$1=$2 must be a path of a file system"
+}
+
 # Prints a command with the quotes that a shell needs.
 quoted() {
     local word line="" quote="'" escape="'\\''"

@@ -31,6 +31,7 @@ done
 if [[ -z $pile || -z $tokenizer || -z $validation ]]; then
     fail "give --pile=DIR, --tokenizer=FILE and --validation=FILE"
 fi
+need_local --output "$output"
 for part in ${parts//,/ }; do
     if [[ ! $part =~ ^(autoencoder|lm|ar)$ ]]; then
         fail "--parts=$parts: '$part' is none of autoencoder, lm, ar"

@@ -56,6 +56,8 @@ if has prepare && [[ -z $pile || -z $tokenizer || -z $validation ]]; then
     fail "give --pile=DIR, --tokenizer=FILE and --validation=FILE, or leave prepare out of --steps"
 fi
 [[ -n $workdir && -n $prepared && -n ${launcher// /} ]] || fail "--workdir, --prepared and --launcher must not be empty"
+need_local --workdir "$workdir"
+need_local --prepared "$prepared"
 read -ra launch <<< "$launcher"
 # Makes a path absolute: it is relative to the caller's folder, and this script changes to the checkout.
 absolute() {

@@ -388,13 +388,19 @@ def test_decoding_on_a_gpu_is_compared_with_its_bound(tmp_path):
         {"case": "gen:0.5:64:pooled", "tokens_per_s": 10.0},
     ]
     (tmp_path / "decode.json").write_text(json.dumps({"results": cases}))
-    plans = [{"batch": 8, "temperature": 1.0, "tokens_per_second": 1250.0}]
+    plans = [
+        {"batch": 8, "temperature": 1.0, "tokens_per_second": 1250.0},
+        {"batch": 64, "temperature": 0.5, "tokens_per_second": 20.0},
+    ]
+    plan = {"limits": {"compute": 0.004, "network": 0.0}, "limit": "compute"}
+    (tmp_path / "plan_train.json").write_text(json.dumps(plan | {"utilisation_bound": 0.75}))
     (tmp_path / "plan_decode.json").write_text(json.dumps({"plans": plans}))
     assert gpu.summary(tmp_path) == [
-        "train: 12.3 ms a step, MFU 45.6%",
+        "train: 12.3 ms a step, MFU 45.6% (goal 45%: reached)",
         "train: 1.0 ms a step, MFU not known for this device",
-        "decode gen:1:8: 500 tokens/s, 2.50 times from the bound",
-        "decode gen:0.5:64:pooled: 10 tokens/s",
+        "train, planned: at least 4.0 ms a step (compute), MFU at most 75.0%",
+        "decode gen:1:8: 500 tokens/s, 2.50 times from the bound (goal 2: missed)",
+        "decode gen:0.5:64:pooled: 10 tokens/s, 2.00 times from the bound (goal 2: reached)",
     ]
 
 

@@ -35,8 +35,8 @@ def local_path(name: str, flag: str) -> pathlib.Path:
     """
     if re.match(r"[A-Za-z][\w+.-]*://", name):
         raise UserError(
-            f"{flag}={name} must be a path of a file system: only text is read from URLs; give a local folder, and copy it "
-            "afterwards"
+            f"{flag}={name} must be a path of a file system: only text is read from URLs; give a local path, and copy there "
+            "or from there"
         )
     return pathlib.Path(name)
 

@@ -101,6 +101,7 @@ class _RecipeParser(flags.ArgumentParser):
         self._argv = argv
 
     def parse(self, recipe_flag: str) -> ConfigDict:
+        local_path(recipe_flag, "--config")
         file, *argument = recipe_flag.split(":", 1)
         # `pathlib.Path.is_file` would raise an error for a name that is too long.
         if not os.path.isfile(file):

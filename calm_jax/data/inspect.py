@@ -4,7 +4,6 @@ python -m calm_jax.data.inspect prepared/pile/lm [--examples=3] [--checksums]
 """
 
 import itertools
-import pathlib
 
 import numpy as np
 import rich.table
@@ -12,6 +11,7 @@ import rich.text
 from absl import app, flags
 
 from calm_jax.cli.command import command
+from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import parse_flags_and_arguments
 from calm_jax.cli.progress import console
 from calm_jax.data.shards import PreparedText, left_out
@@ -129,7 +129,7 @@ def main(argv: list[str]) -> None:
     for flag in (_EXAMPLES, _TOKENS, _CHUNK_SIZE, _ROUND_TRIPS):
         if flag.value < 0:
             raise UserError(f"--{flag.name}={flag.value} must not be negative")
-    text = PreparedText(pathlib.Path(argv[1]))
+    text = PreparedText(local_path(argv[1], "FOLDER"))
     _summary(text)
     _histogram(text)
     _examples(text, _EXAMPLES.value, _TOKENS.value, _CHUNK_SIZE.value or text.options["chunk_size"])

@@ -7,11 +7,10 @@ published format (tests/golden/README.md). A case that cannot be read, or lacks 
 status: 0 if all quantities agree, 1 if some do not, 2 if there is no such folder or nothing in it.
 """
 
-import pathlib
-
 from absl import app, flags
 
 from calm_jax.cli.command import command
+from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import parse_flags_and_arguments
 from calm_jax.errors import UserError
 
@@ -24,7 +23,7 @@ _VERBOSE = flags.DEFINE_bool(
 def main(argv: list[str]) -> int:
     if len(argv) != 2:
         raise UserError("usage: python -m calm_jax.interop.verify DIR [--verbose]")
-    folder = pathlib.Path(argv[1])
+    folder = local_path(argv[1], "FOLDER")
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder")
     # Imported here, so that --help and bad flags do not wait for JAX.

@@ -70,7 +70,7 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     if math.prod(sizes) != len(devices):
         raise UserError(
             f"mesh: data={config.data} x fsdp={config.fsdp} x tensor={config.tensor} does not make up "
-            f"{len(devices)} device(s)"
+            f"{len(devices)} device(s): --config.mesh.data=-1 --config.mesh.fsdp=1 --config.mesh.tensor=1 takes all"
         )
     try:
         return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)

@@ -18,6 +18,7 @@ from absl import app as absl_app
 from absl import flags
 
 from calm_jax.cli.command import command
+from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
@@ -92,6 +93,7 @@ def _listen() -> socket.socket:
 @command
 def main(argv: list[str]) -> None:
     given_folder(_WORKDIR, "the folder of a trained model")
+    local_path(_COMPARE.value, "--compare")
     if _BATCH_SIZE.value < 0:
         raise UserError(f"--batch_size={_BATCH_SIZE.value} must be at least 0")
     names = _names()

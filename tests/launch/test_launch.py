@@ -154,6 +154,14 @@ WRONG = [
     ),
     (("reproduce_calm_m.sh",), "give --pile=DIR, --tokenizer=FILE and --validation=FILE"),
     (("reproduce_calm_m.sh", "--steps=lm,score"), "'score' is none of prepare,autoencoder,lm"),
+    (
+        ("reproduce_calm_m.sh", "--steps=lm", "--workdir=gs://b/run"),
+        "--workdir=gs://b/run must be a",
+    ),
+    (
+        ("reproduce_calm_m.sh", "--steps=lm", "--prepared=s3://b"),
+        "--prepared=s3://b must be a path",
+    ),
     (("reproduce_calm_m.sh", "--steps="), "--steps= names none of prepare"),
     (("reproduce_calm_m.sh", "--steps=lm", "--epochs=2"), "--epochs=2 is no flag of this script"),
 ]

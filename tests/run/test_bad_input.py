@@ -75,6 +75,7 @@ BAD_VALUES = {
     "--config.mesh.fsdp=7": "mesh:",
     "--config.data.train_files=/nowhere/*.txt": "/nowhere/*.txt",
     "--config.autoencoder.checkpoint=/nowhere": "autoencoder.checkpoint='/nowhere'",
+    "--config.tokenizer.path=s3://b/t": "tokenizer.path=s3://b/t must be a path of a file system",
     "--config.init_from=s3://bucket/run": "init_from=s3://bucket/run must be a path of a file system",
     "--config.lm.data.block_tokens=100000": "100000",
     "--config.lm.model.hidden_sise=8": "did you mean 'hidden_size'",
@@ -102,9 +103,10 @@ def test_a_remote_workdir_is_refused_before_anything_is_done(text, tmp_path, cap
         [tiny_recipe, "--workdir=gs://bucket/run", "--overwrite"],
         [tiny_recipe, "--workdir=gs://bucket/run", "--mode=eval"],
         [f"--config={ROOT}/configs/workdir.py:gs://bucket/run"],
+        ["--config=gs://bucket/recipe.py"],
     ):
         line = refuse(capsys, monkeypatch, *flags_)
-        assert "--workdir=gs://bucket/run must be a path of a file system" in line
+        assert "=gs://bucket/r" in line and "must be a path of a file system" in line
     assert not list((tmp_path / "here").iterdir())
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from calm_jax.cli.files import os_errors, read_file, read_json
+from calm_jax.cli.files import local_path, os_errors, read_file, read_json
 from calm_jax.data.tokenizers.base import ByteTokenizer, Tokenizer
 from calm_jax.data.tokenizers.llama3 import Llama3Tokenizer
 from calm_jax.data.tokenizers.sentencepiece import (
@@ -32,6 +32,7 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         require_one_of("tokenizer.kind", self.kind, KINDS)
+        local_path(self.path, "tokenizer.path")
         if self.kind == "bytes" and self.path:
             raise UserError(f"tokenizer.path={self.path!r}: tokenizer.kind='bytes' reads no file")
         if self.kind == "sentencepiece" and not self.path and self.vocab_size < LEAST_PIECES:
