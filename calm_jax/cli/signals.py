@@ -36,10 +36,21 @@ class SignalHandler:
 
 
 class EndOnSignal(SignalHandler):
-    """Raises `Interrupted` at once on SIGTERM or Ctrl-C inside a `with` block."""
+    """Raises `Interrupted` at once on SIGTERM or Ctrl-C inside a `with` block, also in place of an error that follows.
+
+    A library that is interrupted in the midst of something may end with an error of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__((signal.SIGTERM, signal.SIGINT), self._end)
+        self._interruption: Interrupted | None = None
 
     def _end(self, number: int) -> None:
-        raise interrupted(signal.Signals(number).name)
+        self._interruption = interrupted(signal.Signals(number).name)
+        raise self._interruption
+
+    def __exit__(self, *given: object) -> None:
+        super().__exit__(*given)
+        _, error, _ = given
+        if isinstance(error, Exception) and self._interruption is not None:
+            raise self._interruption from error

@@ -48,3 +48,28 @@ def test_a_command_ends_without_an_error_when_the_reader_of_its_output_exits():
 def test_nan_and_infinities_become_null_at_every_depth_of_a_json_tree():
     tree = {"a": [{"b": float("nan")}, 1.5], "c": float("inf")}
     assert json.dumps(nan_to_none(tree), allow_nan=False) == '{"a": [{"b": null}, 1.5], "c": null}'
+
+
+SWALLOWS = """
+import contextlib, os, signal
+from absl import app
+from calm_jax.cli.command import command
+
+@command
+def main(argv):
+    with contextlib.suppress(BaseException):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert False, "a library's own error"
+
+app.run(main)
+"""
+
+
+def test_an_error_that_follows_a_signal_is_the_signals_end():
+    done = subprocess.run(
+        [sys.executable, "-c", SWALLOWS], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 75
+    assert done.stderr == (
+        "interrupted: SIGTERM: finished results are kept; give the same command again to go on\n"
+    )
