@@ -31,7 +31,10 @@ _CONFIG = define_recipe("recipe: a file with get_config()")
 _TOPOLOGY = flags.DEFINE_string("topology", "", "hardware, such as v5e:4x4, v5p:2x2x1 or h100:8")
 _FIT = flags.DEFINE_string("fit", "", "family, such as v5e: finds the smallest size that fits")
 _STAGE = flags.DEFINE_enum(
-    "stage", "lm", ["lm", "autoencoder", "generate"], "the stage to plan, or generation"
+    "stage",
+    "lm",
+    ["lm", "autoencoder", "evaluate", "generate"],
+    "the stage to plan, its evaluation, or generation",
 )
 _PRICE = flags.DEFINE_float(
     "price_per_hour", 0.0, "price of one device for an hour, in any currency; 0: no cost is shown"
@@ -70,10 +73,11 @@ def _plan(recipe: ConfigDict, output: pathlib.Path) -> int:
     from calm_jax.planning.result import advice
 
     config, stage = resolve(recipe), _STAGE.value
-    if stage == "generate":
+    others = {"generate": report.plan_generation, "evaluate": report.plan_evaluation}
+    if stage in others:
         if _FIT.value:
-            raise UserError("--stage=generate needs --topology=h100:1 or another one, not --fit")
-        return report.plan_generation(config, topology.parse(_TOPOLOGY.value), output)
+            raise UserError(f"--stage={stage} needs --topology=h100:1 or another one, not --fit")
+        return others[stage](config, topology.parse(_TOPOLOGY.value), output)
     tries: list[planner.Try] = []
     if _FIT.value:
         family = topology.of_family(_FIT.value)

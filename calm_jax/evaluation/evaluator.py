@@ -87,6 +87,26 @@ def part_of(num_blocks: int, part: int) -> Sequence[int]:
     return [index * num_blocks // part for index in range(part)]
 
 
+def batch_size(config: EvalConfig, mesh: Mesh) -> int:
+    """The rows of a batch: `eval.batch_size`, rounded up so that each device has as many. The last batch is padded in any case."""
+    shards = num_row_shards(mesh)
+    return -(-config.batch_size // shards) * shards
+
+
+def jit_sums(name: str, task: Task, config: EvalConfig, mesh: Mesh) -> jax.stages.Wrapped:
+    """The jitted sums of a task over a batch: `sums(params, frozen, batch)`; `batch` has the blocks' indices as "index"."""
+
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    def sums(params: Params, frozen: Params, batch: dict):
+        batch = dict(batch)
+        index_B = batch.pop("index")
+        key = stream(config.seed, f"evaluate/{name}")
+        key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, index_B)
+        return task.evaluate(params, frozen, batch, key_B)
+
+    return sums
+
+
 class Evaluator:
     """Evaluates one task on one split; compiled once.
 
@@ -103,19 +123,8 @@ class Evaluator:
 
     def __init__(self, name: str, task: Task, blocks: BlockSource, config: EvalConfig, mesh: Mesh):
         self._name, self._task, self._blocks, self._mesh = name, task, blocks, mesh
-        shards = num_row_shards(mesh)
-        # Each device needs the same number of rows. A larger batch is no problem, because the last one is padded in any case.
-        self._batch_size = -(-config.batch_size // shards) * shards
-
-        @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
-        def sums(params: Params, frozen: Params, batch: dict):
-            batch = dict(batch)
-            index_B = batch.pop("index")
-            key = stream(config.seed, f"evaluate/{name}")
-            key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, index_B)
-            return task.evaluate(params, frozen, batch, key_B)
-
-        self._sums = sums
+        self._batch_size = batch_size(config, mesh)
+        self._sums = jit_sums(name, task, config, mesh)
 
     def __call__(
         self,

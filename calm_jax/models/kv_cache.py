@@ -38,8 +38,8 @@ def _attend(query_BLHA: Array, parts: list[Part]) -> Array:
     batch, length, heads, size = query_BLHA.shape
     groups = parts[0][0].shape[2]
     if heads == groups and is_single_row((batch, length), "tpu"):
-        # XLA for TPUs would compute the products of a single query elementwise, and copy the whole cache into another layout
-        # for that. A second query, of zeros, avoids it.
+        # XLA for TPUs would compute the products of a single query elementwise, which moves more bytes than the products of two.
+        # The second query is of zeros.
         query_BLHA = jnp.pad(query_BLHA, ((0, 0), (0, 1), (0, 0), (0, 0)))
     query_BLGRA = query_BLHA.reshape(batch, -1, groups, heads // groups, size)
     scores = []

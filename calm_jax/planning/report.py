@@ -13,6 +13,7 @@ import rich.table
 from calm_jax.cli.files import nan_to_none, write_atomically
 from calm_jax.cli.progress import console, duration
 from calm_jax.config import Config
+from calm_jax.planning.evaluation import plan_evaluations
 from calm_jax.planning.generation import TEMPERATURES, mesh_of, plan_decode, planned_batches
 from calm_jax.planning.planner import Lowered, compile_plan
 from calm_jax.planning.result import Plan
@@ -125,6 +126,25 @@ def record(plan: Plan, efficiency: float, price: float) -> dict:
         "device_hours": hours,
         "cost": hours * price,
     }
+
+
+def plan_evaluation(config: Config, topology: Topology, output: pathlib.Path) -> int:
+    """Plans the evaluations of a recipe, prints a line for each, and returns the exit status."""
+    table = rich.table.Table("evaluation", "blocks", "tokens", "GiB", "available", "", box=None)
+    plans = []
+    print(f"compiling evaluations for {topology} ...", file=sys.stderr, flush=True)
+    for plan in plan_evaluations(config, topology):
+        plans.append(plan)
+        sizes = (plan.needed / 2**30, plan.available / 2**30)
+        fits = "fits" if plan.fits else "does not fit: a smaller --config.eval.batch_size"
+        table.add_row(
+            plan.name, str(plan.rows), f"{plan.block_tokens:,}", *map("{:.2f}".format, sizes), fits
+        )
+    console().print(table, highlight=False)
+    if output.name:
+        records = [dataclasses.asdict(plan) | {"fits": plan.fits} for plan in plans]
+        write_atomically(output, json.dumps({"plans": records}, indent=2) + "\n")
+    return 0 if all(plan.fits for plan in plans) else 1
 
 
 def plan_generation(config: Config, topology: Topology, output: pathlib.Path) -> int:

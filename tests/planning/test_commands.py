@@ -1,4 +1,4 @@
-"""Every command of the README, the docs and launch/ that names hardware fits there: both stages are compiled for it."""
+"""Every command of the README, the docs and launch/ that names hardware fits there: both stages and their evaluations are compiled for it."""
 
 import itertools
 import json
@@ -13,7 +13,8 @@ from calm_jax.planning.topology import parse
 from tests.planning.test_planner import need_cuda, need_tpu, plan
 from tests.workdirs import ROOT
 
-# (file, a part of its text, hardware that the text names). Each is a training of CALM-M or CALM-XL with the published batch.
+# (file, a part of its text, hardware that the text names). Each is a training of CALM-M or CALM-XL with the published batch; a
+# text without --config is of a script that trains CALM-M.
 COMMANDS = (
     ("README.md", "launch/single_host.sh --config=configs/calm_m.py", "h100:8"),
     ("launch/reproduce_calm_m.sh", "launcher=launch/single_host.sh", "h100:8"),
@@ -27,6 +28,20 @@ COMMANDS = (
         "--accelerator=v5litepod-256 --runtime=v2-alpha-tpuv5-lite --spot",
         "v5e:16x16",
     ),
+    ("launch/tpu_pod.sh", "--accelerator=v5litepod-256 --runtime=v2-alpha-tpuv5-lite", "v5e:16x16"),
+    ("launch/gke_xpk.sh", "--tpu_type=v5litepod-256", "v5e:16x16"),
+    ("launch/gke_xpk.sh", "--tpu-type=v5litepod-256", "v5e:16x16"),
+    (
+        "launch/reproduce_calm_m.sh",
+        "--accelerator=v5litepod-256 --runtime=v2-alpha-tpuv5-lite --spot",
+        "v5e:16x16",
+    ),
+    (
+        "launch/reproduce_calm_m.sh",
+        "sbatch --wait --nodes=4 launch/slurm_gpu.sh",
+        "h100:8x4",
+    ),
+    ("launch/slurm_gpu.sh", "sbatch [--nodes=4", "h100:8x4"),
     (
         "docs/scaling.md",
         "--config=configs/calm_xl.py --topology=v5e:16x16 --config.mesh.data=16 --config.mesh.fsdp=16",
@@ -36,7 +51,7 @@ COMMANDS = (
 
 
 def planned(text: str, topology: str) -> list[tuple[str, ...]]:
-    """The options of the plans of a command, one for each stage; a script without --config trains CALM-M."""
+    """The options of the plans of a command, one for each stage and one for its evaluations; a script without --config trains CALM-M."""
     options = [word for word in shlex.split(text) if word.startswith("--config")]
     recipe = (
         []
@@ -45,11 +60,27 @@ def planned(text: str, topology: str) -> list[tuple[str, ...]]:
     )
     return [
         (*recipe, *options, f"--topology={topology}", f"--stage={stage}")
-        for stage in ("autoencoder", "lm")
+        for stage in ("autoencoder", "lm", "evaluate")
     ]
 
 
 PLANS = sorted({one for _, text, topology in COMMANDS for one in planned(text, topology)})
+
+
+# Words of commands for clusters and clouds that name hardware; those of `calm_jax.plan` say themselves whether it fits.
+HARDWARE = re.compile(r"v\d\w*litepod-\d+|v\d[ep]-\d+ --|sbatch\b[^\n]*--nodes=\d+")
+
+
+def test_no_command_for_hardware_is_left_out():
+    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "launch").glob("*.sh")]
+    for path in files:
+        known = [text for file, text, _ in COMMANDS if ROOT / file == path]
+        # What a script refuses or sets for itself is no command.
+        lines = [
+            one for one in path.read_text().splitlines() if not re.search("fail |#SBATCH", one)
+        ]
+        for line in filter(HARDWARE.search, lines):
+            assert any(text[:40] in line for text in known), (path.name, line)
 
 
 @pytest.mark.parametrize(("file", "text"), [command[:2] for command in COMMANDS])
@@ -80,7 +111,8 @@ def test_a_command_for_tpus_fits(options, tmp_path):
 def assert_fits(options: tuple[str, ...], tmp_path: pathlib.Path) -> None:
     done = plan(*options, f"--output={tmp_path}/plan.json")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "plan.json").read_text())["fits"]
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert all(one["fits"] for one in found.get("plans", [found]))
 
 
 def test_every_cell_of_the_table_of_machines_divides_its_batch_over_the_machines_devices():
