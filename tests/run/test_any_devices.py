@@ -106,6 +106,25 @@ def test_text_and_exported_weights_do_not_depend_on_the_devices(runs, tmp_path):
 
 
 @pytest.mark.slow
+def test_fine_tuning_does_not_depend_on_the_devices(runs, tmp_path):
+    """From a run whose mesh is fsdp=2, on one device and on four."""
+    records = tmp_path / "records.jsonl"
+    lines = [{"prompt": f"say {n}: ", "completion": "ab" * (n % 3 + 1)} for n in range(40)]
+    records.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    losses = []
+    for number in (1, 4):
+        workdir = tmp_path / str(number)
+        recipe = f"--config=configs/finetune.py:{runs[1]}"
+        given = (f"--workdir={workdir}", f"--config.data.train_files={records}")
+        sizes = ("--config.lm.training.num_steps=3", "--config.lm.training.batch_size=4")
+        often = ("--config.lm.training.log_every=1", "--config.autoencoder.min_accuracy=0.0")
+        run("calm_jax.main", recipe, *given, *sizes, *often, xla_flags=on(number))
+        found = [one for one in metrics(workdir) if one["stage"] == "lm"]
+        losses.append([one["loss"] for one in found if one["split"] == "train"])
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.slow
 def test_a_batch_that_is_smaller_than_the_mesh_runs_on_a_part_of_it(text_glob, tmp_path):
     """Batches of 4 and 6 rows on 8 devices: two of them work."""
     short = [f"--config.{name}.training.num_steps=2" for name in ("autoencoder", "lm")]
