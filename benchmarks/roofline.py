@@ -100,7 +100,7 @@ def _measure(name: str) -> dict[str, float]:
     tokens = config.lm.training.batch_size * config.lm.data.block_tokens
     per_token = flops.training(config, "lm", _WORDS.vocab_size)
     per_token += flops.recomputed(config, "lm", _WORDS.vocab_size, 1)
-    moved = memory_traffic.bytes_moved(hlo.Program.of(compiled.as_text()))
+    moved = memory_traffic.bytes_moved(hlo.Program.of_compiled(compiled))
     return {"flops": per_token * tokens, "bytes": moved, "seconds": _fastest(step.advance)}
 
 

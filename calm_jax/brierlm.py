@@ -33,7 +33,7 @@ from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, write_atomically
 from calm_jax.cli.flags import define_recipe, parse_flags
-from calm_jax.cli.output import new_file, owned_file
+from calm_jax.cli.output import owned_file
 from calm_jax.config import Config, resolve
 from calm_jax.data.tokenizers import Tokenizer, open_tokenizer
 from calm_jax.errors import UserError
@@ -179,10 +179,9 @@ def main(argv: list[str]) -> None:
 def _owned(flag: flags.FlagHolder, stack: contextlib.ExitStack) -> pathlib.Path:
     """The file that a flag names, owned until `stack` ends."""
     path = local_path(flag.value, f"--{flag.name}")
-    if flag.value:
-        path = new_file(path, f"--{flag.name}", _OVERWRITE.value)
-        stack.enter_context(owned_file(path, f"--{flag.name}", _OVERWRITE.value))
-    return path
+    if not flag.value:
+        return path
+    return stack.enter_context(owned_file(path, f"--{flag.name}", _OVERWRITE.value))
 
 
 def _run(written: pathlib.Path, output: pathlib.Path) -> None:

@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, nan_to_none, write_atomically
 from calm_jax.cli.flags import define_recipe, parse_flags
-from calm_jax.cli.output import new_file, owned_file
+from calm_jax.cli.output import owned_file
 from calm_jax.errors import UserError
 
 _CONFIG = define_recipe("recipe: a file with get_config()")
@@ -60,8 +60,7 @@ def main(argv: list[str]) -> int:
     output = local_path(_OUTPUT.value, "--output")
     with contextlib.ExitStack() as stack:
         if _OUTPUT.value:
-            output = new_file(output, "--output", overwrite=True)
-            stack.enter_context(owned_file(output, "--output", overwrite=True))
+            output = stack.enter_context(owned_file(output, "--output", overwrite=True))
         return _plan(_CONFIG.value, output)
 
 

@@ -31,14 +31,15 @@ def new_file(path: pathlib.Path, flag: str, overwrite: bool) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def owned_file(path: pathlib.Path, flag: str, overwrite: bool) -> Iterator[None]:
-    """Owns, inside the `with` block, a file that `new_file` has checked: another command that is to write it is refused.
+def owned_file(path: pathlib.Path, flag: str, overwrite: bool) -> Iterator[pathlib.Path]:
+    """`new_file`, whose result is owned inside the `with` block: another command that is to write the file is refused.
 
     The lock is in a folder beside the file, see `unfinished_folder`.
 
     Raises:
-        UserError: if another process owns the file or has written it meanwhile, or if its folder cannot be written to.
+        UserError: as `new_file` does; also if another process owns the file or has written it meanwhile.
     """
+    path = new_file(path, flag, overwrite)
     with unfinished_folder(path, flag):
-        new_file(path, flag, overwrite)
-        yield
+        # Checked again, because another process may have written it before this one got the lock.
+        yield new_file(path, flag, overwrite)

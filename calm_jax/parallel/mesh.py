@@ -166,6 +166,20 @@ def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     )
 
 
+def with_layout(shapes: Any, layout: Any) -> Any:
+    """The shapes of a tree of arrays or shapes, each with its sharding in the tree `layout`."""
+    return jax.tree.map(
+        lambda one, sharding: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding),
+        shapes,
+        layout,
+    )
+
+
+def sharded_shapes(shapes: Any, mesh: Mesh) -> Any:
+    """The shapes of a tree of arrays or shapes, each with its sharding by the table."""
+    return with_layout(shapes, shardings(shapes, mesh))
+
+
 def rows_here(batch_size: int, mesh: Mesh) -> list[int]:
     """The rows of a global batch that this process's devices hold, ascending.
 

@@ -133,7 +133,7 @@ def check_same(collect: Callable[[], Mapping[str, Any]]) -> None:
                 )
 
 
-def write_once(write: Callable[[], None]) -> None:
+def write_once(write: Callable[[], object]) -> None:
     """Calls `write`, which writes files, on process 0 alone. All processes return, or raise its error, when it is done."""
 
     def write_on_primary() -> None:
@@ -144,7 +144,7 @@ def write_once(write: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def entered_once(context: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+def entered_once(context: contextlib.AbstractContextManager[object]) -> Iterator[None]:
     """Enters `context` on process 0 alone, for all processes. All go on, or raise its error, when it is entered."""
     with contextlib.ExitStack() as stack:
         write_once(lambda: stack.enter_context(context))

@@ -12,7 +12,7 @@ from calm_jax.build import stage_of
 from calm_jax.config import Config
 from calm_jax.data.tokenizers import vocabulary
 from calm_jax.evaluation.evaluator import batch_size, jit_sums
-from calm_jax.parallel.mesh import BATCH, make_mesh, shardings
+from calm_jax.parallel.mesh import BATCH, make_mesh, sharded_shapes
 from calm_jax.planning import fitting
 from calm_jax.planning.planner import COMPILER_OPTIONS
 from calm_jax.planning.topology import Topology
@@ -72,15 +72,7 @@ def _task(config: Config, stage: str, mesh: Mesh) -> tuple[Task, Any]:
     frozen = {}
     if frozen_task is not None:
         frozen = {"params": jax.eval_shape(frozen_task.init, jax.random.key(0))}
-    return task, _split(frozen, mesh)
-
-
-def _split(shapes: Any, mesh: Mesh) -> Any:
-    return jax.tree.map(
-        lambda one, sharding: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding),
-        shapes,
-        shardings(shapes, mesh),
-    )
+    return task, sharded_shapes(frozen, mesh)
 
 
 def _plan(
@@ -93,7 +85,7 @@ def _plan(
     mesh: Mesh,
 ) -> EvaluationPlan:
     rows, layout = batch_size(config.eval, mesh), NamedSharding(mesh, BATCH)
-    params = _split(jax.eval_shape(task.init, jax.random.key(0)), mesh)
+    params = sharded_shapes(jax.eval_shape(task.init, jax.random.key(0)), mesh)
     shapes = {"tokens": (rows, block_tokens), "targets": (rows, block_tokens), "index": (rows,)}
     batch = {
         key: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout)

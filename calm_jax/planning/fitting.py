@@ -245,9 +245,7 @@ def least_seconds(
     """The least time of a compiled step, by computing, memory and network at the peak `rates`; NaN without a program or rates."""
     if program is None or rates is None:
         return math.nan
-    text = program.as_text()
-    assert text is not None
-    read = hlo.Program.of(text)
+    read = hlo.Program.of_compiled(program)
     section = getattr(config, stage)
     tokens = section.training.batch_size * section.data.block_tokens
     again = flops.recomputed(config, stage, vocab_size, num_row_shards(mesh))

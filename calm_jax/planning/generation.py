@@ -18,7 +18,7 @@ from calm_jax.config import Config
 from calm_jax.cost import flops, sizes
 from calm_jax.data.tokenizers import vocabulary
 from calm_jax.models.layers import in_compute_dtype
-from calm_jax.parallel.mesh import make_mesh, num_row_shards, shardings
+from calm_jax.parallel.mesh import make_mesh, num_row_shards, sharded_shapes, with_layout
 from calm_jax.planning import fitting, hlo, memory_traffic
 from calm_jax.planning.planner import COMPILER_OPTIONS
 from calm_jax.planning.result import limits
@@ -108,11 +108,7 @@ def _compile(
     program, memory, _ = fitting.compile_program(lowered, held, option)
     results = None
     if program is not None:
-        results = jax.tree.map(
-            lambda one, sharding: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding),
-            lowered.out_info,
-            program.output_shardings,
-        )
+        results = with_layout(lowered.out_info, program.output_shardings)
     return _Compiled(program, results, held + sum(memory.values()))
 
 
@@ -158,20 +154,13 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
     def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
 
-    def split(shapes: Any) -> Any:
-        return jax.tree.map(
-            lambda one, sharding: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding),
-            shapes,
-            shardings(shapes, mesh),
-        )
-
     key = jax.random.key(0)
     task = make_lm_task(config, words, config.eval.published)
     params = jax.eval_shape(lambda: in_compute_dtype(task.init(key), config.compute_dtype))
-    model = {"bind": task.bind, "params": split(params), "frozen": {}}
+    model = {"bind": task.bind, "params": sharded_shapes(params, mesh), "frozen": {}}
     if config.has_autoencoder:
         autoencoder = make_autoencoder_task(config, words)
-        model["frozen"] = {"params": split(jax.eval_shape(autoencoder.init, key))}
+        model["frozen"] = {"params": sharded_shapes(jax.eval_shape(autoencoder.init, key), mesh)}
     # Prompts of half the context, as many as are read together.
     length = num_chunks // 2
     num_read = min(batch, max(ways, _CHUNKS_READ_TOGETHER // length // ways * ways))
@@ -207,7 +196,7 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
         )
         needed = decoding.needed
         if decoding.program is not None:
-            read = hlo.Program.of(decoding.program.as_text() or "")
+            read = hlo.Program.of_compiled(decoding.program)
             received = sum(one.moved for one in read.collectives(topology.num_devices))
             if temperature == 1:
                 moved = memory_traffic.bytes_moved(read, CHUNKS_PER_CALL) / CHUNKS_PER_CALL

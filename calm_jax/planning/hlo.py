@@ -9,6 +9,8 @@ import math
 import re
 from collections.abc import Mapping
 
+import jax
+
 # HLO's opcodes of collectives; an asynchronous one is a pair of opcodes that end in -start and -done.
 KINDS = (
     "all-gather",
@@ -150,6 +152,13 @@ class Program:
 
     computations: Mapping[str, tuple[Instruction, ...]]
     entry: str
+
+    @staticmethod
+    def of_compiled(compiled: jax.stages.Compiled) -> "Program":
+        """Parses the text of a compiled program."""
+        text = compiled.as_text()
+        assert text is not None
+        return Program.of(text)
 
     @staticmethod
     def of(text: str) -> "Program":

@@ -108,9 +108,7 @@ def compile_plan(lowered: Lowered) -> Plan:
         available = topology.memory
         # Not every compiler has a cost analysis.
         xla_flops = float((program.cost_analysis() or {"flops": math.nan})["flops"])
-        text = program.as_text()
-        assert text is not None
-        read = hlo.Program.of(text)
+        read = hlo.Program.of_compiled(program)
         unknown = read.runs()[1]
         moved = memory_traffic.bytes_moved(read)
         for one in read.collectives(num_devices):

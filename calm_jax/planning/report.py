@@ -128,6 +128,12 @@ def record(plan: Plan, efficiency: float, price: float) -> dict:
     }
 
 
+def _write(output: pathlib.Path, plans: list[dict]) -> None:
+    """Writes several plans to --output, if it is given."""
+    if output.name:
+        write_atomically(output, json.dumps(nan_to_none({"plans": plans}), indent=2) + "\n")
+
+
 def plan_evaluation(config: Config, topology: Topology, output: pathlib.Path) -> int:
     """Plans the evaluations of a recipe, prints a line for each, and returns the exit status."""
     table = rich.table.Table("evaluation", "blocks", "tokens", "GiB", "available", "", box=None)
@@ -141,9 +147,7 @@ def plan_evaluation(config: Config, topology: Topology, output: pathlib.Path) ->
             plan.name, str(plan.rows), f"{plan.block_tokens:,}", *map("{:.2f}".format, sizes), fits
         )
     console().print(table, highlight=False)
-    if output.name:
-        records = [dataclasses.asdict(plan) | {"fits": plan.fits} for plan in plans]
-        write_atomically(output, json.dumps({"plans": records}, indent=2) + "\n")
+    _write(output, [dataclasses.asdict(plan) | {"fits": plan.fits} for plan in plans])
     return 0 if all(plan.fits for plan in plans) else 1
 
 
@@ -183,11 +187,10 @@ def plan_generation(config: Config, topology: Topology, output: pathlib.Path) ->
         "ms a chunk is a lower bound and tokens/s an upper bound: at the hardware's peak rates, with weights and cache read "
         "once and every draw decoded completely"
     )
-    if output.name:
-        records = [
-            dataclasses.asdict(plan)
-            | {"fits": plan.fits, "limit": plan.limit, "tokens_per_second": plan.tokens_per_second}
-            for plan in plans
-        ]
-        write_atomically(output, json.dumps(nan_to_none({"plans": records}), indent=2) + "\n")
+    records = [
+        dataclasses.asdict(plan)
+        | {"fits": plan.fits, "limit": plan.limit, "tokens_per_second": plan.tokens_per_second}
+        for plan in plans
+    ]
+    _write(output, records)
     return 0 if all(plan.fits for plan in plans) else 1

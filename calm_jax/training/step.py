@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from calm_jax.data.packing import MASKED, BlockConfig
 from calm_jax.errors import UserError, require_at_least
 from calm_jax.parallel.constraints import laid_out
-from calm_jax.parallel.mesh import BATCH, check_batch, shardings
+from calm_jax.parallel.mesh import BATCH, check_batch, sharded_shapes, shardings, with_layout
 from calm_jax.tasks import Batch, Metrics, Params, Task
 
 
@@ -219,16 +219,8 @@ def step_program(
     state = jax.eval_shape(fresh_state(task, optimizer, frozen, batch, key))
     step = jit_step(make_step(task, optimizer, config, key, pad_id), state, mesh)
     rows = {name: NamedSharding(mesh, BATCH) for name in batch}
-    layouts = shardings(state, mesh), shardings(frozen, mesh), rows
-    placed = (_placed(*pair) for pair in zip((state, frozen, batch), layouts, strict=True))
-    return StepProgram(step, tuple(placed))
-
-
-def _placed(tree: Any, layout: Any) -> Any:
-    """The shapes of a tree with the shardings of `layout`."""
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, layout
-    )
+    arguments = sharded_shapes(state, mesh), sharded_shapes(frozen, mesh), with_layout(batch, rows)
+    return StepProgram(step, arguments)
 
 
 def fresh_state(

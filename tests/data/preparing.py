@@ -53,13 +53,13 @@ def laid_out(folder, files, asked: Options, tokenizer: Tokenizer = BYTES) -> Lay
     groups = range(len(inputs.groups()))
     for group in groups:
         scan.scan(work, inputs, asked, no_report, group)
-    found = scan.scanned(work, groups)
+    found, digests = scan.scanned(work, groups)
     layout = Layout(work, inputs, found, [])
     if not layout.first_document[-1]:
         raise UserError("--input holds no text")
     parts = scan.num_parts(int(layout.first_document[-1])) if asked.deduplicate else 0
     for part in range(parts):
-        scan.find_copies(work, len(groups), parts, part)
+        scan.find_copies(work, digests, parts, part)
     copies_N = scan.merge_copies(work, layout.first_document, parts)
     layout = Layout(work, inputs, found, scan.shard_bounds(found, asked, copies_N))
     layout.save()

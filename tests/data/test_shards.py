@@ -256,9 +256,8 @@ def test_digests_at_the_borders_of_parts_belong_to_one_part(tmp_path):
         work = tmp_path / str(num_parts)
         work.mkdir()
         work_files.write_rows(work / "digests.json", np.array(sorted(rows), np.uint64))
-        work_files.write_value(scan.scan_path(work, 0), {"files": [], "digests": ["digests.json"]})
         for part in range(num_parts):
-            scan.find_copies(work, 1, num_parts, part)
+            scan.find_copies(work, ["digests.json"], num_parts, part)
         found = [work_files.read_rows(scan.copies_path(work, part)) for part in range(num_parts)]
         assert sorted(np.concatenate(found)[:, 0].tolist()) == sorted([2, 3] * (len(rows) // 3))
 

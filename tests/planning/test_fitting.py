@@ -65,17 +65,21 @@ def test_given_values_are_the_only_candidates():
     assert {one.lm.model.remat for one in both} == {"auto"}
 
 
-def test_the_first_candidate_that_fits_is_taken_without_compiling_hopeless_ones():
-    """A step of 4 arguments, 2 constant and 64 / n more (a quarter of it with "full"), in a memory of 20."""
-    mesh = AbstractMesh((1, 8, 1), AXES)
-    every = fitting.candidates(calm(), "lm", mesh, 128257, None)
-    measured = []
+def measuring(measured, seconds):
+    """Measures a step of 4 arguments, 2 constant and 64 / n more (a quarter of it with "full"), and records what was measured."""
 
     def measure(one):
         number, way = chosen([one])[0]
         measured.append((number, way))
-        return Need(4, 2 + (16 if way == "full" else 64) / number, math.nan)
+        return Need(4, 2 + (16 if way == "full" else 64) / number, seconds(number, way))
 
+    return measure
+
+
+def test_the_first_candidate_that_fits_is_taken_without_compiling_hopeless_ones():
+    every = fitting.candidates(calm(), "lm", AbstractMesh((1, 8, 1), AXES), 128257, None)
+    measured = []
+    measure = measuring(measured, lambda number, way: math.nan)
     found = fitting.fit_to_memory(every, "lm", 20, measure)
     # 66 / 2 and 66 / 4 exceed the 16 that are left; 66 / 8 does not.
     assert measured == [(1, "none"), (8, "none")]
@@ -91,16 +95,9 @@ def test_the_first_candidate_that_fits_is_taken_without_compiling_hopeless_ones(
 @pytest.mark.parametrize("faster", ["none", "full"])
 def test_of_the_first_that_fit_with_and_without_recomputing_the_faster_is_taken(faster):
     """As where the activations that are not kept move fewer bytes through a device's memory than it takes to compute them."""
-    mesh = AbstractMesh((1, 8, 1), AXES)
-    every = fitting.candidates(calm(), "lm", mesh, 128257, V5E)
+    every = fitting.candidates(calm(), "lm", AbstractMesh((1, 8, 1), AXES), 128257, V5E)
     measured = []
-
-    def measure(one):
-        number, way = chosen([one])[0]
-        measured.append((number, way))
-        seconds = (1 if way == faster else 2) + number / 100
-        return Need(4, 2 + (16 if way == "full" else 64) / number, seconds)
-
+    measure = measuring(measured, lambda number, way: (1 if way == faster else 2) + number / 100)
     found = fitting.fit_to_memory(every, "lm", 20, measure)
     assert sorted(measured) == [(1, "full"), (1, "none"), (2, "full"), (8, "none")]
     assert found.fits and chosen([found.config])[0][1] == faster

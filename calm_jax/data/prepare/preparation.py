@@ -117,7 +117,7 @@ def _make_layout(cluster: Cluster, work: pathlib.Path, inputs: Input, options: O
     todo = [group for group in groups if not scan.scan_path(work, group).exists()]
     progress = Progress("reading", 0)
     cluster.run(functools.partial(scan.scan, work, inputs, options, cluster.report), todo, progress)
-    files = scan.scanned(work, groups)
+    files, digests = scan.scanned(work, groups)
     layout = Layout(work, inputs, files, [])
     num_documents, num_parts = int(layout.first_document[-1]), 0
     if not num_documents:
@@ -125,7 +125,7 @@ def _make_layout(cluster: Cluster, work: pathlib.Path, inputs: Input, options: O
     if options.deduplicate:
         num_parts = scan.num_parts(num_documents)
         todo = [part for part in range(num_parts) if not scan.copies_path(work, part).exists()]
-        cluster.run(functools.partial(scan.find_copies, work, len(groups), num_parts), todo)
+        cluster.run(functools.partial(scan.find_copies, work, digests, num_parts), todo)
     copies_N = scan.merge_copies(work, layout.first_document, num_parts)
     layout = Layout(work, inputs, files, scan.shard_bounds(files, options, copies_N))
     layout.save()

@@ -87,9 +87,14 @@ def scan(work: pathlib.Path, inputs: Input, options: Options, report: Report, gr
     write_value(scan_path(work, group), {"files": found, "digests": segments})
 
 
-def scanned(work: pathlib.Path, groups: Iterable[int]) -> list[dict]:
-    """The results of `scan` for each input file of some groups: counts and marks. Raises `UserError` if one is damaged."""
-    return [file for group in groups for file in read_value(scan_path(work, group))["files"]]
+def scanned(work: pathlib.Path, groups: Iterable[int]) -> tuple[list[dict], list[str]]:
+    """The results of `scan` for some groups: the counts and marks of each input file, and the names of all files of digests.
+
+    Raises `UserError` if a result is damaged.
+    """
+    found = [read_value(scan_path(work, group)) for group in groups]
+    files = [file for one in found for file in one["files"]]
+    return files, [name for one in found for name in one["digests"]]
 
 
 class _Digests:
@@ -124,16 +129,10 @@ def copies_path(work: pathlib.Path, part: int) -> pathlib.Path:
     return work / f"copies-{part:05}.json"
 
 
-def find_copies(work: pathlib.Path, num_groups: int, num_parts: int, part: int) -> None:
+def find_copies(work: pathlib.Path, digests: Sequence[str], num_parts: int, part: int) -> None:
     """Writes the keys of the documents that equal an earlier one, for one of `num_parts` equal ranges of digests."""
     lowest, highest = (2**64 * part // num_parts, 2**64 * (part + 1) // num_parts - 1)
-    rows_N3 = np.concatenate(
-        [
-            read_rows(work / name, lowest, highest)
-            for group in range(num_groups)
-            for name in read_value(scan_path(work, group))["digests"]
-        ]
-    )
+    rows_N3 = np.concatenate([read_rows(work / name, lowest, highest) for name in digests])
     rows_N3 = rows_N3[np.lexsort((rows_N3[:, 2], rows_N3[:, 1], rows_N3[:, 0]))]
     is_copy = np.zeros(len(rows_N3), bool)
     is_copy[1:] = (rows_N3[1:, :2] == rows_N3[:-1, :2]).all(1)
