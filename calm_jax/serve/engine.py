@@ -35,7 +35,7 @@ class Job:
         self._events: asyncio.Queue[Piece | None] = asyncio.Queue()
 
     def put(self, event: Piece | None) -> None:
-        """Called by the engine's thread: a piece of a text, or None if the model failed."""
+        """Adds a piece of a text, or None if the model failed or its thread has ended. Any thread may call it."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def pieces(self, seconds: float) -> AsyncIterator[Piece]:
@@ -70,9 +70,12 @@ class Engine:
         """
         self._generator, self._num_places = generator, num_places
         self._jobs: set[Job] = set()
+        self._has_ended = False
+        # Guards the two above: no job is added unseen while the thread ends.
+        self._lock = threading.Lock()
         self._orders: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
         # A daemon, because the process must be able to end while the model computes.
-        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._batch = generator.batch(num_places)
 
     def start(self) -> None:
@@ -85,7 +88,7 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        return not self._has_ended
 
     @property
     def num_places(self) -> int:
@@ -100,13 +103,27 @@ class Engine:
 
     def submit(self, job: Job) -> None:
         """Adds a job, whose texts come from `Job.pieces`. The caller must `close` the job, however it ends."""
-        self._jobs.add(job)
+        with self._lock:
+            self._jobs.add(job)
+            if self._has_ended:
+                job.put(None)
         self._orders.put(("submit", job))
 
     def close(self, job: Job) -> None:
         """Removes a job. Nothing more is computed for its unfinished texts."""
-        self._jobs.discard(job)
+        with self._lock:
+            self._jobs.discard(job)
         self._orders.put(("cancel", job))
+
+    def _work(self) -> None:
+        try:
+            self._run()
+        finally:
+            # Nobody would answer these jobs any more.
+            with self._lock:
+                self._has_ended = True
+                for job in self._jobs:
+                    job.put(None)
 
     def _run(self) -> None:
         jobs: dict[int, Job] = {}

@@ -591,8 +591,21 @@ def test_a_model_that_fails_is_reported_and_the_next_request_is_answered(stream)
 def test_after_the_models_thread_has_ended_requests_are_refused(monkeypatch):
     monkeypatch.setattr(app.Engine, "_run", lambda self: None)
     with serving(tiny().generator()) as port:
+        while send(port, b"", "/health", "GET")[0] != 503:
+            pass
         status, _, answer = send(port, {"prompt": "a"})
         assert (status, answer["error"]["type"]) == (503, "server_error")
+
+
+def test_a_request_is_answered_at_once_when_the_models_thread_ends(monkeypatch):
+    def take_one_job_and_end(engine):
+        engine._orders.get()
+        raise SystemExit
+
+    monkeypatch.setattr(app.Engine, "_run", take_one_job_and_end)
+    with serving(tiny().generator(), dataclasses.replace(LIMITS, seconds=1e9)) as port:
+        status, _, answer = send(port, {"prompt": "a"})
+        assert (status, answer["error"]["type"]) == (500, "server_error")
         assert send(port, b"", "/health", "GET")[0] == 503
 
 
