@@ -36,6 +36,7 @@ def toys(tmp_path_factory):
     return {name: [case for case in found if case["reader"] == name] for name in TOYS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, expected",
     [
@@ -52,11 +53,13 @@ def test_faults_of_a_reader_are_found(name, expected, toys):
     assert {case["outcome"] for case in toys[name]} == {expected}
 
 
+@pytest.mark.slow
 def test_a_reader_without_checks_fails_in_many_ways(toys):
     found = {case["outcome"] for case in toys["careless"]}
     assert {"JSONDecodeError", "RecursionError", "UnicodeDecodeError", "hangs"} <= found
 
 
+@pytest.mark.slow
 def test_files_that_are_written_where_damaged_paths_lead_are_found(toys):
     """Up to four folders above the input's, at an absolute path, and behind a link, which lead to the working folder."""
     written = [ast.literal_eval(case["detail"]) for case in toys["unzipping"] if case["detail"]]

@@ -93,11 +93,13 @@ def test_every_parameter_matches_a_rule_of_its_rank(parameters):
             assert not spec or len(spec) == len(shape), (path, shape, spec)
 
 
+@pytest.mark.slow
 def test_every_rule_is_the_first_match_of_some_parameter(parameters):
     used = {matching(path) for shapes in parameters.values() for path in shapes}
     assert used == set(range(len(mesh.RULES)))
 
 
+@pytest.mark.slow
 def test_every_large_parameter_is_split(parameters):
     """By its rule, and on eight devices, where an axis that does not divide would not be split."""
     eight = AbstractMesh((1, 8, 1), mesh.AXES)
@@ -111,6 +113,7 @@ def test_every_large_parameter_is_split(parameters):
     assert large > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_every_large_parameter_of_a_head_is_split(heads, head):
     """Over both axes; for the softmax head over `fsdp` alone, because its vocabulary does not divide."""
@@ -126,6 +129,7 @@ def test_every_large_parameter_of_a_head_is_split(heads, head):
         assert sorted(split) == (["fsdp"] if head == "softmax" else ["fsdp", "tensor"]), path
 
 
+@pytest.mark.slow
 def test_stacked_layers_are_never_split_over_layers(parameters):
     stacked = 0
     for shapes in parameters.values():
@@ -186,6 +190,7 @@ def test_batch_must_divide_over_data_and_fsdp():
         mesh.check_batch("eval.batch_size", 10, abstract)
 
 
+@pytest.mark.slow
 def test_weight_decay_applies_to_exactly_matrices_and_embeddings(parameters):
     """The test tells them by their rank, without the axis of stacked layers; the optimizer by their names."""
     stacked_biases = 0

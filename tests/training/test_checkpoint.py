@@ -233,6 +233,7 @@ def test_a_checkpoint_of_other_arrays_is_not_called_damaged(tmp_path, change):
         load_params(tmp_path / "lm", other, mesh_of(1, 1, 1))
 
 
+@pytest.mark.slow
 def test_reads_that_end_after_an_error_print_nothing(tmp_path, monkeypatch, caplog):
     """At any time after it: TensorStore's threads report them to the hook, and asyncio logs those that nobody asked for."""
     shown = []

@@ -336,6 +336,7 @@ def live_bytes() -> int:
     return sum({x.unsafe_buffer_pointer(): x.nbytes for x in jax.live_arrays()}.values())
 
 
+@pytest.mark.slow
 def test_a_trainer_holds_one_state_at_a_time(tmp_path, monkeypatch):
     """Also at the moment when it restores a checkpoint, or takes initial parameters."""
     config = tiny_config()
