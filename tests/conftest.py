@@ -34,6 +34,21 @@ from tests.workdirs import WORDS, train  # noqa: E402
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
+# The files with the longest tests: begun last, one would keep its process busy for minutes while the others have nothing to do.
+LONGEST = (
+    "test_faults.py",
+    "test_notebooks.py",
+    "test_processes.py",
+    "test_recipe.py",
+    "test_soak.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With --no-loadscope-reorder (pyproject.toml), files are begun in this order."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 def pytest_collection_finish() -> None:
     """All test files are imported."""
     collect_garbage_rarely()
