@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import sys
 from typing import Any
 
@@ -16,6 +17,7 @@ from calm_jax.config import resolve
 from calm_jax.data.tokenizers import Vocabulary
 from calm_jax.errors import UserError
 from configs import ar_s, bench_small
+from tests import workdirs
 from tests.tiny_model import tiny
 from tests.workdirs import run
 
@@ -411,3 +413,30 @@ def test_the_dry_run_of_the_measurements_for_gpus(tmp_path):
         assert f"{name}: done in " in out
     assert "ms a step, MFU not known for this device" in out and "decode gen:1:1: " in out
     assert "python -m" not in run("benchmarks.gpu", f"--output={tmp_path}", "--dry_run")
+
+
+# --- benchmarks.roofline
+
+
+@pytest.mark.slow
+def test_a_finished_comparison_with_the_planner_is_shown_again(tmp_path):
+    """Of recipes whose computing takes half as long as their moving, and all of whose ratios are right but those to the first."""
+    path = tmp_path / "roofline.json"
+    names = json.loads(
+        workdirs.run_program(
+            "import json; from benchmarks import roofline; print(json.dumps([*roofline.CASES]))"
+        ).stdout
+    )
+    cases = {
+        name: {"flops": 1e9 * size, "bytes": 4e9 * size, "seconds": 3.0 * size}
+        for size, name in enumerate(names, 1)
+    }
+    cases[names[0]]["seconds"] = 1.5
+    stored = json.dumps({"rates": {"flops": 1e9, "bytes": 2e9}, "cases": cases})
+    path.write_text(stored)
+    out = run("benchmarks.roofline", f"--output={path}", env=dict(os.environ))
+    assert f"{names[1]}: computing 2.000 s, moving 4.000 s, measured 6.000 s" in out
+    # Five of fifteen pairs have the first recipe, whose measured time is half as long as predicted.
+    for way in ("larger time", "sum of times"):
+        assert f"ratios predicted by the {way}: wrong by 0% (median), 100% at most" in out
+    assert path.read_text() == stored
