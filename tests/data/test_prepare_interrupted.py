@@ -190,6 +190,20 @@ def test_a_signal_ends_with_75_and_one_line(tmp_path, large, number, whole_group
 
 
 @pytest.mark.slow
+def test_ctrl_c_while_the_workers_start_prints_one_line(tmp_path, large):
+    """Python and Dask would print a traceback for each worker."""
+    asked = [*large[0], f"--output={tmp_path / 'out'}", "--workers=2"]
+    for seconds in (0.0, 0.5, 1.0):
+        command = start(PREPARE, *asked, start_new_session=True)
+        wait_until(lambda command=command: workers_of(command) or command.poll() is not None)
+        time.sleep(seconds)
+        os.killpg(command.pid, signal.SIGINT)
+        out, err = command.communicate(timeout=60)
+        assert command.returncode == 75, out + err
+        assert err.startswith("interrupted: SIGINT") and err.count("\n") == 1, err
+
+
+@pytest.mark.slow
 def test_a_command_killed_in_the_first_pass_can_be_resumed(tmp_path, large):
     output = tmp_path / "out"
     asked = [*large[0], f"--output={output}", "--workers=1", "--deduplicate"]

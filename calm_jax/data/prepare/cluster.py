@@ -8,7 +8,8 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from typing import Any
 
 import rich.progress
@@ -125,9 +126,19 @@ class Reporter:
         distributed.get_worker().log_event(self._marker.name, (documents, characters, tokens))
 
 
-def _leave_interrupts() -> None:
-    """Ignores Ctrl-C, which reaches all processes of a terminal: the command ends its workers itself."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Threads and processes that are started meanwhile, and those that they start, do not get SIGINT.
+
+    Ctrl-C reaches all processes of a terminal, and the command ends its workers itself. Its own SIGINT waits until the end.
+    """
+    # Else the first process that is started starts it, which takes SIGINT again.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Cluster(contextlib.ExitStack):
@@ -168,8 +179,6 @@ class Cluster(contextlib.ExitStack):
         with contextlib.ExitStack() as stack:
             address = self._scheduler or stack.enter_context(self._local())
             self.client = self._connected(address, stack)
-            if not self._scheduler:
-                self._on_all_workers(self.client.register_worker_callbacks, _leave_interrupts)
             sees = self._on_all_workers(self.client.run, os.path.isdir, str(self._work))
             for worker, sees_it in sees.items():
                 if not sees_it:
@@ -181,16 +190,17 @@ class Cluster(contextlib.ExitStack):
 
     def _local(self) -> Any:
         try:
-            return self._distributed.LocalCluster(
-                n_workers=self._workers,
-                threads_per_worker=1,
-                # No limit by Dask, which would kill a worker with a large document.
-                memory_limit=0,
-                # Any free port: Dask's default may belong to another cluster of this machine.
-                dashboard_address="localhost:0",
-                local_directory=str(self._work / "dask"),
-                silence_logs=logging.CRITICAL,
-            )
+            with _without_interrupts():
+                return self._distributed.LocalCluster(
+                    n_workers=self._workers,
+                    threads_per_worker=1,
+                    # No limit by Dask, which would kill a worker with a large document.
+                    memory_limit=0,
+                    # Any free port: Dask's default may belong to another cluster of this machine.
+                    dashboard_address="localhost:0",
+                    local_directory=str(self._work / "dask"),
+                    silence_logs=logging.CRITICAL,
+                )
         except (OSError, RuntimeError) as error:
             raise UserError(f"--workers={self._workers} could not be started ({error})") from error
 
