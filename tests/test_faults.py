@@ -111,26 +111,34 @@ def test_a_signal_goes_to_one_of_the_processes_of_a_job(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_what_a_signal_meets_is_recorded(tmp_path):
-    """A command that handles SIGTERM has to end with status 75; one that does not handle it yet, with the signal."""
+@pytest.mark.parametrize(
+    "about_to_end, status, wrong",
+    [
+        (5, 75, []),
+        (5, 0, []),
+        (0, 0, ["0 s after SIGTERM it ended with status 0: "]),
+        (5, 3, ["0 s after SIGTERM it ended with status 3: "]),
+    ],
+)
+def test_what_a_signal_meets_is_recorded(about_to_end, status, wrong, tmp_path, monkeypatch):
+    """A command that handles SIGTERM has to end with status 75, or very soon with status 0."""
+    monkeypatch.setattr(faults, "_ABOUT_TO_END", about_to_end)
     handled = "import signal, sys; signal.signal(15, lambda *_: sys.exit({})); "
     rest = "open({!r}, 'w').close(); signal.pause()"
-    expected = {"75": [], "3": ["after SIGTERM it ended with status 3: "]}
-    for status, wrong in expected.items():
-        ready = tmp_path / status
-        code = handled.format(status) + rest.format(str(ready))
-        job = faults.Job(lambda output: [], lambda output: {})
-        found = faults.Disturbance()
-        log = tmp_path / "log"
-        log.write_text("")
-        with subprocess.Popen([sys.executable, "-c", code]) as process:
-            while not ready.exists():
-                time.sleep(0.01)
-            faults._signal("term", process, job, found, log, random.Random(0))
-        assert (found.status, found.wrong, found.has_hit) == (int(status), wrong, True)
-        assert found.victim.startswith("-c import signal")
-        assert not faults._handles(process.pid, signal.SIGTERM)
-        assert faults._role(process.pid) == "ended"
+    ready = tmp_path / "ready"
+    code = handled.format(status) + rest.format(str(ready))
+    job = faults.Job(lambda output: [], lambda output: {})
+    found = faults.Disturbance()
+    log = tmp_path / "log"
+    log.write_text("")
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        while not ready.exists():
+            time.sleep(0.01)
+        faults._signal("term", process, job, found, log, random.Random(0))
+    assert (found.status, found.wrong, found.has_hit) == (status, wrong, True)
+    assert found.victim.startswith("-c import signal")
+    assert not faults._handles(process.pid, signal.SIGTERM)
+    assert faults._role(process.pid) == "ended"
 
 
 def test_what_a_fault_finds_on_the_disk_is_recorded(tmp_path):

@@ -1,15 +1,21 @@
 """The end of every command: exit status 0, one line of error and status 2, or status 75 after a signal."""
 
+import errno
 import functools
 import logging as logging_lib
 import os
+import signal
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
 from absl import flags, logging
 
 from calm_jax.cli.signals import EXIT_INTERRUPTED, EndOnSignal
 from calm_jax.errors import Interrupted, UserError
+
+# The disk, or the user's share of it, is full.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _is_no_orbax_error(record: logging_lib.LogRecord) -> bool:
@@ -17,11 +23,21 @@ def _is_no_orbax_error(record: logging_lib.LogRecord) -> bool:
     return not (record.levelno >= logging_lib.ERROR and "orbax" in record.pathname)
 
 
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")
+
+
+def _drop_output() -> None:
+    """Python flushes stdout at exit, which must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], None]:
     """Wraps a command's `main(argv)`, which returns an exit status or None, so that it never ends with a traceback.
 
-    A `UserError` becomes one line on stderr and exit status 2; a signal (`Interrupted`) becomes one line and status 75.
-    For a command that may run as several processes see `calm_jax.parallel.startup.multihost_command`.
+    A `UserError` or a full disk becomes one line on stderr and exit status 2; a signal (`Interrupted`) becomes one line and status
+    75. If nobody reads the output any more, as with `| head`, the command ends without a line, with the status that shells give to
+    a program that SIGPIPE has ended. For a command that may run as several processes see `calm_jax.parallel.startup.multihost_command`.
     """
 
     @functools.wraps(main)
@@ -30,18 +46,27 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)
             logging.get_absl_logger().addFilter(_is_no_orbax_error)
+        # Python has no object for a stream that was closed, as by `>&-`.
+        sys.stdout = sys.stdout or _nowhere()
+        sys.stderr = sys.stderr or _nowhere()
         # A character that the terminal cannot encode is printed as its escape sequence.
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         try:
             with EndOnSignal():
                 status = main(argv) or 0
+                sys.stdout.flush()
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             status = 2
         except BrokenPipeError:
-            # The reader of the output, such as `head`, has exited. Python flushes stdout at exit, which must not fail.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            status = 0
+            _drop_output()
+            status = 128 + signal.SIGPIPE
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            _drop_output()
+            print(f"error: {error}: make room, and give the same command again", file=sys.stderr)
+            status = 2
         except Interrupted as interruption:
             print(f"interrupted: {interruption}", file=sys.stderr)
             status = EXIT_INTERRUPTED

@@ -141,6 +141,12 @@ class Countdown:
             print("\r", end="", file=sys.stderr, flush=True)
 
 
+class _Console(rich.console.Console):
+    def on_broken_pipe(self) -> None:
+        """Called where `BrokenPipeError` is handled: `calm_jax.cli.command` ends all commands alike, where Rich exits with status 1."""
+        raise
+
+
 def console() -> rich.console.Console:
     """A console for tables: as wide as the terminal, else 120 columns."""
-    return rich.console.Console(width=None if sys.stdout.isatty() else 120)
+    return _Console(width=None if sys.stdout.isatty() else 120)

@@ -1,14 +1,16 @@
 """SIGTERM and Ctrl-C end a command with one line. `calm_jax.parallel.signals` extends this to several processes."""
 
 import signal
+import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from calm_jax.errors import Interrupted
 
 # EX_TEMPFAIL of sysexits.h, "try again later": the launch scripts restart a command that ends with it.
 EXIT_INTERRUPTED = 75
+_AGAIN_SECONDS = 0.5
 
 
 def interrupted(name: str) -> Interrupted:
@@ -22,6 +24,36 @@ class SignalHandler:
     def __init__(self, signals: tuple[signal.Signals, ...], received: Callable[[int], None]):
         self._signals, self._received = signals, received
         self._previous: dict[signal.Signals, Any] = {}
+        self._interruption: Interrupted | None = None
+        self._previous_hook = sys.unraisablehook
+
+    def interrupt(self, name: str) -> NoReturn:
+        """Raises `Interrupted` for a signal, such as "SIGTERM", and again every half second as long as the block goes on.
+
+        Python forgets an exception that is raised in a destructor or a callback, such as those of garbage collection, and a signal
+        may come in the midst of one.
+        """
+        self._interruption = interrupted(name)
+        if signal.SIGALRM not in self._previous:
+            self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._again)
+            self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._report_forgotten
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS, _AGAIN_SECONDS)
+        raise self._interruption
+
+    def _again(self, number: int, frame: FrameType | None) -> None:
+        # What is being cleaned up on the way to the end of the block is not interrupted.
+        error = sys.exc_info()[1]
+        while error is not None:
+            if error is self._interruption:
+                return
+            error = error.__context__
+        assert self._interruption is not None
+        raise self._interruption
+
+    def _report_forgotten(self, forgotten: Any) -> None:
+        # It is raised again, and its traceback need not be printed.
+        if forgotten.exc_value is not self._interruption:
+            self._previous_hook(forgotten)
 
     def __enter__(self) -> "SignalHandler":
         def handle(number: int, frame: FrameType | None) -> None:
@@ -30,27 +62,23 @@ class SignalHandler:
         self._previous = {number: signal.signal(number, handle) for number in self._signals}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *given: object) -> None:
+        if self._interruption is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            sys.unraisablehook = self._previous_hook
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        _, error, _ = given
+        if isinstance(error, Exception) and self._interruption is not None:
+            # A library that is interrupted in the midst of something may end with an error of its own.
+            raise self._interruption from error
 
 
 class EndOnSignal(SignalHandler):
-    """Raises `Interrupted` at once on SIGTERM or Ctrl-C inside a `with` block, also in place of an error that follows.
-
-    A library that is interrupted in the midst of something may end with an error of its own.
-    """
+    """Raises `Interrupted` at once on SIGTERM or Ctrl-C inside a `with` block."""
 
     def __init__(self) -> None:
         super().__init__((signal.SIGTERM, signal.SIGINT), self._end)
-        self._interruption: Interrupted | None = None
 
     def _end(self, number: int) -> None:
-        self._interruption = interrupted(signal.Signals(number).name)
-        raise self._interruption
-
-    def __exit__(self, *given: object) -> None:
-        super().__exit__(*given)
-        _, error, _ = given
-        if isinstance(error, Exception) and self._interruption is not None:
-            raise self._interruption from error
+        self.interrupt(signal.Signals(number).name)

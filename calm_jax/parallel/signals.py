@@ -69,7 +69,7 @@ class EndTogetherOnSignal(_Handled):
     """Raises `Interrupted` at once: outside training, everything worth keeping is on disk."""
 
     def _handle(self, name: str) -> None:
-        raise interrupted(name)
+        self.interrupt(name)
 
 
 class NoteSignal(_Handled):
@@ -87,7 +87,7 @@ class NoteSignal(_Handled):
         if not self._name:
             self._name, self._noted_at = name, now
         elif now - self._noted_at > _SAME_SIGNAL_SECONDS:
-            raise interrupted(name)
+            self.interrupt(name)
 
     def asked(self) -> str:
         """The name of the signal that came, or "".

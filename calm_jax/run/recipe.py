@@ -324,17 +324,18 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
         multihost.check_same(lambda: preflight.text_facts(corpus))
         results = _score(Run(config, workdir, mesh, text))
         record = {"eval": dataclasses.asdict(config.eval), "data": dataclasses.asdict(config.data)}
-        report.print_results(results, config, workdir)
-        if "plane" in results:
-            report.print_plane(results["plane"])
 
         def write() -> None:
             report.append(workdir, record | results)
             if "plane" in results:
                 report.draw_plane(results["plane"], workdir.path / "plane.png")
 
+        # Written before anything is printed, as nobody may read what is printed.
         multihost.write_once(write)
         multihost.write_once(lambda: web_report.try_to_write(workdir))
+        report.print_results(results, config, workdir)
+        if "plane" in results:
+            report.print_plane(results["plane"])
     return results
 
 

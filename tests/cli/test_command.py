@@ -1,12 +1,17 @@
 """How commands end: on bad flags, and when the reader of their output has exited."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
+from calm_jax.cli import signals
 from calm_jax.cli.files import nan_to_none
+from calm_jax.errors import Interrupted
 from tests.workdirs import ROOT, run
 
 
@@ -23,8 +28,8 @@ def test_a_bad_flag_is_refused_in_one_line(flag, words):
     assert words in run("calm_jax.generate", flag, status=2)
 
 
-def test_a_command_ends_without_an_error_when_the_reader_of_its_output_exits():
-    """As with `| head`: the next write fails with a broken pipe."""
+def test_a_command_ends_without_a_line_when_the_reader_of_its_output_exits():
+    """As with `| head`: the next write fails with a broken pipe. Its work may be unfinished, so the status is not 0."""
     code = (
         "import sys\n"
         "from absl import app\n"
@@ -42,12 +47,66 @@ def test_a_command_ends_without_an_error_when_the_reader_of_its_output_exits():
     process.stdout.readline()
     process.stdout.close()
     assert process.stderr.read() == b""
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=60) == 128 + signal.SIGPIPE
 
 
 def test_nan_and_infinities_become_null_at_every_depth_of_a_json_tree():
     tree = {"a": [{"b": float("nan")}, 1.5], "c": float("inf")}
     assert json.dumps(nan_to_none(tree), allow_nan=False) == '{"a": [{"b": null}, 1.5], "c": null}'
+
+
+PRINTS = """
+from absl import app
+from calm_jax.cli.command import command
+
+@command
+def main(argv):
+    print("text")
+
+app.run(main)
+"""
+TABLE = """
+import time
+from absl import app
+from calm_jax.cli.command import command
+from calm_jax.cli.progress import console
+
+@command
+def main(argv):
+    while True:
+        console().print("text")
+
+app.run(main)
+"""
+
+
+def test_output_to_a_full_disk_ends_with_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", PRINTS], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: [Errno 28] No space left on device: make room, and give the same command again\n"
+    )
+
+
+def test_a_command_needs_no_output():
+    """As with `>&- 2>&-`."""
+    command = 'exec "$0" -c "$1" >&- 2>&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable, PRINTS], cwd=ROOT)
+    assert done.returncode == 0
+
+
+def test_a_table_that_nobody_reads_ends_as_all_output_does():
+    command = [sys.executable, "-c", TABLE]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
 SWALLOWS = """
@@ -73,3 +132,63 @@ def test_an_error_that_follows_a_signal_is_the_signals_end():
     assert done.stderr == (
         "interrupted: SIGTERM: finished results are kept; give the same command again to go on\n"
     )
+
+
+FORGETS = """
+import os, signal, time
+from absl import app
+from calm_jax.cli.command import command
+
+class Forgets:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{name})
+
+@command
+def main(argv):
+    {within}
+        Forgets()
+        time.sleep(60)
+
+app.run(main)
+"""
+TOGETHER = "from calm_jax.parallel.signals import EndTogetherOnSignal as E\n    with E():"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("within", ["if True:", TOGETHER])
+def test_a_signal_that_comes_in_a_destructor_ends_the_command(name, within):
+    """Python would print the exception that is raised in a destructor, and go on."""
+    code = FORGETS.format(name=name, within=within)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 75
+    assert done.stderr.startswith(f"interrupted: {name}: ") and done.stderr.count("\n") == 1
+
+
+def test_what_is_cleaned_up_after_a_signal_is_not_interrupted(monkeypatch):
+    monkeypatch.setattr(signals, "_AGAIN_SECONDS", 0.01)
+    alarms, again = [], signals.SignalHandler._again
+
+    def counted(self, number, frame):
+        alarms.append(number)
+        again(self, number, frame)
+
+    monkeypatch.setattr(signals.SignalHandler, "_again", counted)
+    done = []
+    with pytest.raises(Interrupted), signals.EndOnSignal():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            try:
+                raise OSError
+            except OSError:
+                while len(alarms) < 5:
+                    time.sleep(0.001)
+            while len(alarms) < 10:
+                time.sleep(0.001)
+            done.append(True)
+    assert done
+    number = len(alarms)
+    time.sleep(0.05)
+    assert len(alarms) == number
