@@ -74,8 +74,8 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
         )
     try:
         return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
-    except NotImplementedError as error:
-        # Each mesh axis has to consist of whole sides of a TPU slice.
+    except (NotImplementedError, AssertionError) as error:
+        # Each mesh axis has to consist of whole sides of a TPU slice. The assertion is that the devices fill a cuboid.
         raise UserError(
             f"mesh: data={sizes[0]} x fsdp={sizes[1]} x tensor={sizes[2]} does not suit the shape of this slice of "
             f"{len(devices)} devices: the size of each axis must be a product of sides of the slice"
@@ -87,7 +87,7 @@ def make_training_mesh(config: MeshConfig, batch_sizes: Iterable[int]) -> Mesh:
 
     Args:
       config: sizes of the axes. If `data` or `fsdp` is -1, it takes so many of the remaining devices that data x fsdp
-        divides every batch size.
+        divides every batch size. Numbers that do not suit the shape of a TPU slice are passed over.
       batch_sizes: rows of the batches that are split over the mesh.
 
     Raises:
@@ -99,12 +99,15 @@ def make_training_mesh(config: MeshConfig, batch_sizes: Iterable[int]) -> Mesh:
     # Several processes use all devices, because every process needs some. If no size fits, all devices are used as well:
     # `make_mesh` then refuses the mesh, or `check_batch` the batch size, with a message that names it.
     if -1 in (config.data, config.fsdp) and not rest and jax.process_count() == 1:
-        fitting = (
-            size
-            for size in range(free, 0, -1)
-            if not any(rows % (size * fixed_ways) for rows in batch_sizes)
-        )
-        devices = devices[: next(fitting, free) * fixed_ways * config.tensor]
+        for size in range(free, 0, -1):
+            if any(rows % (size * fixed_ways) for rows in batch_sizes):
+                continue
+            try:
+                return make_mesh(config, devices[: size * fixed_ways * config.tensor])
+            except UserError:
+                # Three chips of a 2x2 slice make no mesh, but two do. If all devices make none, the config is at fault.
+                if size == free:
+                    raise
     return make_mesh(config, devices)
 
 

@@ -1,5 +1,6 @@
 """The table of sharding rules, applied to every parameter of every recipe; and the mesh."""
 
+import dataclasses
 import importlib
 import math
 import pathlib
@@ -175,6 +176,48 @@ def test_a_mesh_that_is_not_all_devices_is_refused(sizes):
     data, fsdp, tensor = sizes
     with pytest.raises(UserError, match=rf"data={data} x fsdp={fsdp} x tensor={tensor}.* 1 device"):
         mesh.make_mesh(mesh.MeshConfig(*sizes), jax.devices()[:1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What JAX reads of a TPU's device to make a mesh."""
+
+    id: int
+    coords: tuple[int, int, int]
+    device_kind: str
+    platform = "tpu"
+    core_on_chip = 0
+    process_index = 0
+
+
+def chips(kind, width, number):
+    """The chips of a slice of this width."""
+    return [Chip(i, (i % width, i // width, 0), kind) for i in range(number)]
+
+
+@pytest.mark.parametrize(
+    "kind, number, used",
+    [
+        ("TPU v5 lite", 4, {1: 1, 2: 2, 3: 1, 4: 4, 6: 2}),
+        ("TPU v4", 4, {3: 1, 6: 2, 8: 4}),
+        ("TPU v6 lite", 8, {3: 1, 5: 1, 6: 6, 7: 1, 8: 8}),
+    ],
+)
+@pytest.mark.parametrize("sizes", [(1, -1, 1), (-1, 1, 1)])
+def test_numbers_of_chips_that_make_no_mesh_are_passed_over(kind, number, used, sizes, monkeypatch):
+    """On a slice two chips wide, an odd number of them leaves a hole."""
+    monkeypatch.setattr(jax, "devices", lambda: chips(kind, 2, number))
+    for rows, expected in used.items():
+        assert mesh.make_training_mesh(mesh.MeshConfig(*sizes), [rows]).size == expected
+
+
+def test_sizes_that_do_not_suit_the_whole_slice_are_refused(monkeypatch):
+    """Its message says more than a mesh of fewer chips would."""
+    monkeypatch.setattr(jax, "devices", lambda: chips("TPU v4", 4, 16))
+    with pytest.raises(UserError, match=r"data=2 x fsdp=8 x tensor=1 does not suit .* 16 devices"):
+        mesh.make_training_mesh(mesh.MeshConfig(2, -1, 1), [16])
+    with pytest.raises(UserError, match=r"data=3 x fsdp=1 x tensor=1 does not suit .* 3 devices"):
+        mesh.make_mesh(mesh.MeshConfig(-1, 1, 1), chips("TPU v4", 2, 3))
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -2, 1), (-1, 1, -1)])
