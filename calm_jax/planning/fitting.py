@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
@@ -268,17 +269,23 @@ class Fitted(NamedTuple):
     fits: bool
 
 
+def _largest(need: Need) -> Need:
+    """The largest values of all processes; NaN where one of them is."""
+    return Need(*np.max(multihost.all_gather(need), axis=0).tolist())
+
+
 def fit_to_memory(
     every: list[Config], stage: str, available: float, measure: Callable[[Config], Need]
 ) -> Fitted:
     """The fastest candidate that fits: the first of each value of `lm.model.remat` that fits is considered.
 
-    Without times, the first candidate that fits is taken.
+    Without times, the first candidate that fits is taken. All processes must call it; they measure the same candidates in the
+    same order, because each decision rests on the largest needs that any of them has measured.
 
     Args:
       every: the configs to try, in the order of `candidates`.
       stage: "autoencoder" or "lm".
-      available: bytes of one device that the step may take.
+      available: bytes of one device that the step may take; must be equal on all processes.
       measure: compiles a candidate's step, and returns what it needs.
     """
     least: Fitted | None = None
@@ -296,12 +303,10 @@ def fit_to_memory(
             # fit by this estimate is not compiled.
             if number > fewer and need.arguments + need.rest * fewer / number > available:
                 continue
-        need = measure(one)
-        # All processes go on with the same candidate.
-        fits, seconds = multihost.broadcast([bool(need.total <= available), need.seconds])
-        if fits:
-            fitting[way] = Fitted(one, need._replace(seconds=seconds), True)
-            if math.isnan(seconds):
+        need = _largest(measure(one))
+        if need.total <= available:
+            fitting[way] = Fitted(one, need, True)
+            if math.isnan(need.seconds):
                 break
         known[way] = number, need
         if least is None or need.total < least.need.total:
@@ -362,19 +367,24 @@ def fit_here(
         seconds = least_seconds(compiled.program, one, stage, mesh, words.vocab_size, rates)
         return Need(arguments, sum(compiled.memory.values()), seconds)
 
-    device = jax.local_devices()[0]
+    # The first of all processes' devices, and the smallest memory of all, so that all processes choose the same.
+    device = jax.devices()[0]
     rates = accelerator(device.device_kind, mesh.size)
-    available = memory_here() * (_SHARE_OF_HOST if device.platform == "cpu" else SHARE)
+    share = _SHARE_OF_HOST if device.platform == "cpu" else SHARE
+    available = share * min(multihost.all_gather(memory_here()))
     every = candidates(config, stage, mesh, words.vocab_size, rates)
     found = fit_to_memory(every, stage, available, measure)
     values = ", ".join(f"{name}={value}" for name, value in chosen(found.config, stage).items())
     size = f"{found.need.total / 2**30:.2f} GiB of {available / 2**30:.2f} GiB a device"
     program = programs[found.config]
-    if not found.fits or program is None:
+    # A compiler may refuse on one process what it compiles on another; all have to raise the error.
+    is_compiled = all(multihost.all_gather(program is not None))
+    if not found.fits or not is_compiled:
         raise multihost.AgreedError(
             f"{stage}: a training step does not fit into memory: {values} needs {size}. More devices along mesh.fsdp (now "
             f"{mesh.shape['fsdp']}) would split parameters and optimizer further; if all these keys are set by hand, they are used without this check"
         )
     seconds = time.monotonic() - began
     print(f"{stage}: {values}, {size} (compiled in {seconds:.0f} s)", flush=True)
+    assert program is not None
     return FittedStep(found.config, found.need, program)

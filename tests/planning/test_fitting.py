@@ -1,7 +1,10 @@
 """The choice of microbatches and rematerialisation: the fastest that fits, with few compilations."""
 
+import concurrent.futures
 import dataclasses
+import json
 import math
+import threading
 
 import jax
 import pytest
@@ -11,6 +14,7 @@ from calm_jax.build import stage_of
 from calm_jax.config import resolve
 from calm_jax.data.tokenizers import Vocabulary
 from calm_jax.errors import UserError
+from calm_jax.parallel import multihost
 from calm_jax.parallel.devices import accelerator, memory_here
 from calm_jax.parallel.mesh import AXES, MeshConfig, make_mesh
 from calm_jax.planning import fitting
@@ -103,6 +107,59 @@ def test_of_the_first_that_fit_with_and_without_recomputing_the_faster_is_taken(
     assert found.fits and chosen([found.config])[0][1] == faster
 
 
+class Together:
+    """As many threads as there are functions, one in place of each process; `multihost.all_gather` exchanges their values."""
+
+    def __init__(self, monkeypatch, number):
+        self._barrier, self._values = threading.Barrier(number, timeout=10), [None] * number
+        self._place = threading.local()
+        monkeypatch.setattr(multihost, "all_gather", self._all_gather)
+
+    def _all_gather(self, value):
+        self._values[self._place.index] = json.loads(json.dumps(value))
+        self._barrier.wait()
+        everyone = list(self._values)
+        self._barrier.wait()
+        return everyone
+
+    def call(self, function):
+        """The results of `function` for the index of each process."""
+
+        def run(index):
+            self._place.index = index
+            return function(index)
+
+        number = len(self._values)
+        with concurrent.futures.ThreadPoolExecutor(number) as pool:
+            return list(pool.map(run, range(number)))
+
+
+@pytest.mark.parametrize("scales", [(1, 1.5), (1.5, 1), (1, 0.2), (0.2, 1)])
+@pytest.mark.parametrize("timed", [True, False])
+def test_processes_that_measure_differently_choose_the_same(scales, timed, monkeypatch):
+    """As hosts whose compilers differ a little in what they need; both go by the larger need and the longer time."""
+    rates = V5E if timed else None
+    every = fitting.candidates(calm(), "lm", AbstractMesh((1, 8, 1), AXES), 128257, rates)
+    tried, ways = [[], []], ("none", "full")
+
+    def choose(index):
+        def seconds(number, way):
+            # Each process by itself would take another way.
+            return (1 if way == ways[index] else 2 + index) + number / 100 if timed else math.nan
+
+        one = measuring(tried[index], seconds)
+
+        def measure(config):
+            need = one(config)
+            return need._replace(rest=need.rest * scales[index])
+
+        return fitting.fit_to_memory(every, "lm", 20, measure)
+
+    first, second = Together(monkeypatch, 2).call(choose)
+    assert first.config == second.config and repr(first.need) == repr(second.need)
+    assert tried[0] == tried[1] and first.fits and first.need.total <= 20
+
+
 @pytest.fixture
 def tiny():
     """Config, vocabulary, frozen parameters' shapes and mesh of the tiny recipe with automatic keys."""
@@ -129,6 +186,13 @@ def test_a_step_is_fitted_into_the_memory_of_this_machine(tiny, monkeypatch, cap
         assert less.need.total <= 0.75 * need.total
         assert chosen([less.config])[0][0] > 1
         assert "lm.training.accumulation_steps=" in capsys.readouterr().out
+        # On another process.
+        monkeypatch.setattr(fitting, "memory_here", lambda: 10 * need.total)
+        with monkeypatch.context() as patch:
+            smaller = [1.5 * need.total]
+            others = lambda value: [value] + smaller * isinstance(value, float)  # noqa: E731
+            patch.setattr(multihost, "all_gather", others)
+            assert fitting.fit_here(config, "lm", words, frozen, key, mesh).config == less.config
         monkeypatch.setattr(fitting, "memory_here", lambda: 0.1 * need.arguments)
         with pytest.raises(UserError, match=r"lm: a training step does not fit .* mesh\.fsdp"):
             fitting.fit_here(config, "lm", words, frozen, key, mesh)
