@@ -12,6 +12,7 @@ import os
 
 from ml_collections import ConfigDict
 
+from calm_jax.cli.files import refuse_url
 from calm_jax.errors import UserError
 from configs import workdir
 
@@ -19,6 +20,7 @@ from configs import workdir
 def get_config(folder: str = "") -> ConfigDict:
     if not folder:
         raise UserError("configs/finetune.py needs a workdir: --config=configs/finetune.py:DIR")
+    refuse_url(folder, f"--config=configs/finetune.py:{folder}")
     try:
         config = workdir.get_config(folder)
     except UserError as error:

@@ -1,10 +1,11 @@
 """The config stored in a workdir: `--config=configs/workdir.py:DIR`. The default of `--workdir` is then DIR."""
 
 import json
+import pathlib
 
 from ml_collections import ConfigDict
 
-from calm_jax.cli.files import local_path
+from calm_jax.cli.files import refuse_url
 from calm_jax.config import as_dict, resolve
 from calm_jax.errors import UserError
 
@@ -12,7 +13,8 @@ from calm_jax.errors import UserError
 def get_config(folder: str = "") -> ConfigDict:
     if not folder:
         raise UserError("configs/workdir.py needs a workdir: --config=configs/workdir.py:DIR")
-    path = local_path(folder, "--workdir") / "config.json"
+    refuse_url(folder, f"--config=configs/workdir.py:{folder}")
+    path = pathlib.Path(folder) / "config.json"
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

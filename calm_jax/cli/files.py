@@ -29,16 +29,22 @@ _PIECE = 2**20
 
 
 def local_path(name: str, flag: str) -> pathlib.Path:
-    """The path that a flag or config key names. Raises `UserError` for a URL, of which `pathlib` would make local folders.
+    """The path that a flag or config key names. Raises `UserError` for a URL (`refuse_url`)."""
+    refuse_url(name, f"{flag}={name}")
+    return pathlib.Path(name)
+
+
+def refuse_url(name: str, given: str) -> None:
+    """Raises `UserError` if a name is a URL, of which `pathlib` would make local folders. `given`: flag or key with its value.
 
     Remote storage has no locks, no appending and no renaming of folders, on which workdirs and prepared text depend.
     """
-    if re.match(r"[A-Za-z][\w+.-]*://", name):
+    # A colon before the URL ends the name of a recipe, whose argument may be a URL of text.
+    if re.match(r"[^/:]*://", name):
         raise UserError(
-            f"{flag}={name} must be a path of a file system: only text is read from URLs; give a local path, and copy there "
-            "or from there"
+            f"{given} must be a path of a file system: only text is read from URLs; give a local path, and copy there or from "
+            "there"
         )
-    return pathlib.Path(name)
 
 
 @contextmanager
