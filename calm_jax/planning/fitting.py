@@ -23,6 +23,7 @@ from calm_jax.build import stage_of
 from calm_jax.config import Config
 from calm_jax.cost import flops, sizes
 from calm_jax.data.tokenizers import Tokenizer, Vocabulary
+from calm_jax.errors import reason_of
 from calm_jax.parallel import multihost
 from calm_jax.parallel.devices import Accelerator, accelerator, memory_here
 from calm_jax.parallel.mesh import MeshConfig, adapted, num_row_shards
@@ -243,16 +244,29 @@ def least_seconds(
     vocab_size: int,
     rates: Accelerator | None,
 ) -> float:
-    """The least time of a compiled step, by computing, memory and network at the peak `rates`; NaN without a program or rates."""
+    """The least time of a compiled step, by computing, memory and network at the peak `rates`.
+
+    NaN without a program or rates, and with a line on stdout if the program's text cannot be read.
+    """
     if program is None or rates is None:
         return math.nan
-    read = hlo.Program.of_compiled(program)
+    try:
+        read = hlo.Program.of_compiled(program)
+        received = sum(one.moved for one in read.collectives(mesh.size))
+        moved = memory_traffic.bytes_moved(read)
+    except (ArithmeticError, AssertionError, LookupError, RecursionError, ValueError) as error:
+        # The text differs between compilers and their versions. It only serves an estimate, without which a step can be chosen.
+        reason = f"{type(error).__name__}: {reason_of(error)}"
+        print(
+            f"{stage}: the compiled program's text cannot be read ({reason}): its time is not estimated",
+            flush=True,
+        )
+        return math.nan
     section = getattr(config, stage)
     tokens = section.training.batch_size * section.data.block_tokens
     again = flops.recomputed(config, stage, vocab_size, num_row_shards(mesh))
     computed = (flops.training(config, stage, vocab_size) + again) * tokens / mesh.size
-    received = sum(one.moved for one in read.collectives(mesh.size))
-    return max(limits(rates, computed, memory_traffic.bytes_moved(read), received).values())
+    return max(limits(rates, computed, moved, received).values())
 
 
 class Fitted(NamedTuple):

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import threading
+import types
 
 import jax
 import pytest
@@ -158,6 +159,25 @@ def test_processes_that_measure_differently_choose_the_same(scales, timed, monke
     first, second = Together(monkeypatch, 2).call(choose)
     assert first.config == second.config and repr(first.need) == repr(second.need)
     assert tried[0] == tried[1] and first.fits and first.need.total <= 20
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        (None, "AssertionError"),
+        ("ENTRY main {\n  ROOT a = f32[2] fusion(b)\n}", "ValueError: not enough values"),
+        ("ENTRY main {\n  ROOT a = () while(b), condition=c, body=d\n}", "KeyError: 'c'"),
+        ("ENTRY main {\n  ROOT a = f32[2] call(b), to_apply=main\n}", "RecursionError: "),
+    ],
+)
+def test_without_a_readable_program_there_is_no_estimate(text, reason, capsys):
+    """A run on new hardware, or with another compiler, must not end because its time cannot be foreseen."""
+    config = calm(accumulation_steps=1)
+    program = types.SimpleNamespace(as_text=lambda: text)
+    mesh = AbstractMesh((1, 8, 1), AXES)
+    assert math.isnan(fitting.least_seconds(program, config, "lm", mesh, 128257, V5E))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"lm: the compiled program's text cannot be read ({reason}")
 
 
 @pytest.fixture
