@@ -140,10 +140,10 @@ class Run:
         if not fitting.is_automatic(config, name):
             return config, None
         step = multihost.broadcast(checkpoint.latest_step(workdir.checkpoints(name)))
+        every = fitting.candidates(config, name, mesh, self.tokenizer.vocab_size, rates=None)
         if step is not None and step >= getattr(config, name).training.num_steps:
             # The stage has no step left to train, so any choice will do.
-            vocab_size = self.tokenizer.vocab_size
-            return fitting.candidates(config, name, mesh, vocab_size, rates=None)[0], None
+            return every[0], None
         devices = {
             "kind": jax.devices()[0].device_kind,
             "mesh": dict(mesh.shape),
@@ -152,7 +152,13 @@ class Run:
         chosen = multihost.run_on_all(lambda: workdir.memory_choice(name, devices))
         chosen = multihost.broadcast(chosen)
         if chosen is not None:
-            return fitting.with_choice(config, chosen), None
+            # The file may be damaged, or changed by hand.
+            for one in every:
+                if fitting.chosen(one, name) == chosen:
+                    return one, None
+            raise multihost.AgreedError(
+                f"{workdir.memory_path}: {chosen!r} for {name} is no possible choice: delete this file, and the choice is made again"
+            )
         key = training_key(config.seed, name)
         # Blocks of records with prompts may be shorter than the recipe's block_tokens, and the step is compiled for one shape.
         section = getattr(config, name)

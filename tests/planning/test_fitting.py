@@ -13,13 +13,14 @@ from jax.sharding import AbstractMesh
 
 from calm_jax.build import stage_of
 from calm_jax.config import resolve
-from calm_jax.data.tokenizers import Vocabulary
+from calm_jax.data.tokenizers import ByteTokenizer, Vocabulary
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
 from calm_jax.parallel.devices import accelerator, memory_here
 from calm_jax.parallel.mesh import AXES, MeshConfig, make_mesh
 from calm_jax.planning import fitting
 from calm_jax.planning.fitting import Need
+from calm_jax.run.recipe import Run
 from calm_jax.run.workdir import Workdir
 from configs import calm_m
 from tests.tiny_recipe import get_config
@@ -270,3 +271,51 @@ def test_a_choice_is_kept_for_the_same_devices_only(tmp_path):
         (tmp_path / "memory.json").write_text(damaged)
         with pytest.raises(UserError, match=r"memory\.json cannot be read"):
             workdir.memory_choice("lm", here)
+
+
+@pytest.fixture
+def stored(tiny, tmp_path):
+    """A function that chooses the keys of the tiny recipe in a workdir whose memory.json has these values for this machine."""
+    config, _, _, mesh = tiny
+    ByteTokenizer(b"").save(tmp_path / "tokenizer")
+    workdir = Workdir(tmp_path)
+    run = Run(config, workdir, mesh, None)
+    kind = jax.devices()[0].device_kind
+    devices = {"kind": kind, "mesh": dict(mesh.shape), **fitting.asked(config, "lm")}
+
+    def choose(values):
+        workdir.store_memory_choice("lm", devices, values)
+        return run._fitted("lm", {})[0]
+
+    yield choose
+    run.log.close()
+
+
+STEPS, REMAT = "lm.training.accumulation_steps", "lm.model.remat"
+
+
+def test_a_stored_choice_is_taken(stored):
+    assert chosen([stored({STEPS: 4, REMAT: "full"})]) == [(4, "full")]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {f"ln.{STEPS[3:]}": 1, REMAT: "none"},
+        {STEPS: "1", REMAT: "none"},
+        # Of 16 rows.
+        {STEPS: 3, REMAT: "none"},
+        {STEPS: 0, REMAT: "none"},
+        {STEPS: 1, REMAT: "auto"},
+        {STEPS: 1},
+        {STEPS: 1, REMAT: "none", "lm.training.num_steps": 1},
+        [STEPS, REMAT],
+        "none",
+    ],
+)
+def test_a_stored_choice_that_is_not_possible_is_refused(values, stored, tmp_path):
+    with pytest.raises(UserError) as error:
+        stored(values)
+    assert f"{tmp_path}/memory.json: {values!r} for lm is no possible choice: delete" in str(
+        error.value
+    )
