@@ -340,6 +340,26 @@ def test_a_mesh_or_batch_that_does_not_divide_is_one_error(
     assert message.startswith(words) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
+def test_processes_with_different_memory_try_the_same_microbatches(text_glob, tmp_path, several):
+    """Process 0 has too little for any, process 1 enough for all: both compile the same steps, and refuse."""
+    command = (
+        "import runpy, sys, calm_jax.planning.fitting as f; "
+        "f.memory_here = lambda: 1e9 if '--process_id=1' in sys.argv else 3e5; "
+        "runpy.run_module('calm_jax.main', run_name='__main__', alter_sys=True)"
+    )
+    _, _, *flags = autoencoder(
+        text_glob,
+        tmp_path / "run",
+        "--config.autoencoder.training.batch_size=16",
+        "--config.autoencoder.training.accumulation_steps=0",
+    )
+    both = several("-c", command, *flags)
+    assert both.statuses() == [2, 2], both.text(0) + both.text(1)
+    (message,) = both.errors()
+    assert message.startswith("error: autoencoder: a training step does not fit into memory: ")
+
+
 def own_folder(folder: pathlib.Path):
     """Popen's options that give each process its own working directory, as on machines without a shared file system."""
 
