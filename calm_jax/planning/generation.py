@@ -24,13 +24,17 @@ from calm_jax.planning.planner import COMPILER_OPTIONS
 from calm_jax.planning.result import limits
 from calm_jax.planning.topology import Topology
 from calm_jax.sampling.config import SamplerConfig
-from calm_jax.sampling.decode import CHUNKS_PER_CALL, decode, prefill, with_room
+from calm_jax.sampling.decode import (
+    CHUNKS_PER_CALL,
+    CHUNKS_READ_TOGETHER,
+    decode,
+    prefill,
+    with_room,
+)
 from calm_jax.sampling.exact import pool_sizes
 
 # The batches, before they are rounded up to what a mesh can split, and the temperatures that are planned.
 _BATCHES, TEMPERATURES = (1, 8, 64), (1.0, 0.5)
-# Prompts that are prefilled in one call have at most this many chunks in all.
-_CHUNKS_READ_TOGETHER = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +167,7 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
         model["frozen"] = {"params": sharded_shapes(jax.eval_shape(autoencoder.init, key), mesh)}
     # Prompts of half the context, as many as are read together.
     length = num_chunks // 2
-    num_read = min(batch, max(ways, _CHUNKS_READ_TOGETHER // length // ways * ways))
+    num_read = min(batch, max(ways, CHUNKS_READ_TOGETHER // length // ways * ways))
     reading = _compile(
         topology,
         mesh,

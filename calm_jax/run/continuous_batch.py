@@ -22,6 +22,7 @@ from calm_jax.run.continuation import Piece, Row
 from calm_jax.sampling.config import SamplerConfig
 from calm_jax.sampling.decode import (
     CHUNKS_PER_CALL,
+    CHUNKS_READ_TOGETHER,
     State,
     complete_prefix,
     decode,
@@ -35,8 +36,6 @@ from calm_jax.tasks import LmTask, Params
 
 # Chunks that prefill reads at once where the context slides.
 _CHUNKS_PER_READ = 64
-# Prompts that are read together have at most this many chunks, padding included; a single longer prompt is read alone.
-_CHUNKS_READ_TOGETHER = 4096
 # Prompts and caches are padded to a power of two of chunks, so that similar lengths share a compiled program. A prompt is padded
 # to at least this many chunks, which cost time to read.
 _SHORTEST_READ = 8
@@ -172,7 +171,7 @@ class ContinuousBatch:
                 if self._config not in (None, row.options.sampler_config):
                     break
                 length = max(length, padded_length(row.prompt_chunks))
-                if taken and (len(taken) + 1) * length > _CHUNKS_READ_TOGETHER:
+                if taken and (len(taken) + 1) * length > CHUNKS_READ_TOGETHER:
                     break
                 self._config = row.options.sampler_config
                 row.began = time.monotonic()
