@@ -28,6 +28,8 @@ from calm_jax.training.checksums import checksums
 _PARAMS, _TRAINING, _ABOUT = "params", "training", "about"
 # The key of the item `about` with the checksums of all arrays; checkpoints of earlier commits do not have it.
 _CHECKSUMS = "checksums"
+# The key of the item `about` with the step that the checkpoint was saved as; checkpoints of earlier commits do not have it.
+_STEP = "step"
 # Words by which to recognise errors that are not due to a damaged checkpoint.
 _NOT_DAMAGE = (
     "RESOURCE_EXHAUSTED",
@@ -126,14 +128,21 @@ class Checkpointer:
         Raises:
           UserError: if this checkpoint or the previous one cannot be written.
         """
+        signed = _signed(about | {_STEP: step}, {_PARAMS: params, _TRAINING: training})
         items = {
             _PARAMS: ocp.args.StandardSave(params),
             _TRAINING: ocp.args.StandardSave(training),
-            _ABOUT: ocp.args.JsonSave(_signed(about, {_PARAMS: params, _TRAINING: training})),
+            _ABOUT: ocp.args.JsonSave(signed),
         }
         # Orbax first waits for the previous save, and raises its error if it failed.
         with _writing(self.folder):
-            self._manager.save(step, args=ocp.args.Composite(**items))
+            is_saved = self._manager.save(step, args=ocp.args.Composite(**items))
+        if not is_saved:
+            # Orbax saves no step that is not later than all that it has.
+            raise UserError(
+                f"{self.folder}: the checkpoint of step {step} was not saved, because there is one of step "
+                f"{self.latest_step} already: move later ones away, and give the same command again"
+            )
 
     def wait(self) -> None:
         """Returns when every started save is complete on disk; raises `UserError` if one failed."""
@@ -325,10 +334,25 @@ def _check(
                 raise AgreedError(_damage(folder, step, reason))
 
 
+def check_step(folder: pathlib.Path, step: int, stored: object) -> None:
+    """Compares the step that names a checkpoint with the one stored in it. Raises `AgreedError` if the folder was renamed."""
+    if step == stored:
+        return
+    path, right = folder / str(step), folder / str(stored)
+    # `mv` would move it into a folder that is there.
+    name = f"{path}.misnamed" if right.exists() else right
+    raise AgreedError(
+        f"the checkpoint {path} is of step {stored}, not {step}: its folder was renamed; `mv {path} {name}`, and give the same "
+        "command again"
+    )
+
+
 def _steps(folder: pathlib.Path) -> list[int]:
     # A folder that cannot be read must not look like a folder without checkpoints.
     with os_errors(folder, "read"), contextlib.suppress(FileNotFoundError):
-        return [int(name) for name in os.listdir(folder) if name.isdecimal() and name.isascii()]
+        names = [name for name in os.listdir(folder) if name.isdecimal() and name.isascii()]
+        # Orbax, too, counts no files.
+        return [int(name) for name in names if (folder / name).is_dir()]
     return []
 
 
@@ -362,7 +386,7 @@ def save_params(folder: pathlib.Path, params: Any, about: dict) -> None:
         _PARAMS: ocp.args.PyTreeSave(
             params, save_args=in_chunks, ocdbt_target_data_file_size=_FILE_BYTES
         ),
-        _ABOUT: ocp.args.JsonSave(_signed(about, {_PARAMS: params})),
+        _ABOUT: ocp.args.JsonSave(_signed(about | {_STEP: 0}, {_PARAMS: params})),
     }
     with (
         _writing(folder),
@@ -388,14 +412,20 @@ def load_params(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:
         raise UserError(f"{folder} holds no checkpoint: train first")
     path = folder.resolve() / str(step)
     with _errors_named(folder, step):
+        about: dict[str, Any] = {}
         stored: dict[str, dict[str, Any]] = {}
         # `about` is read before the parameters. A running training may delete the checkpoint meanwhile; if `about` were
         # read last and were gone by then, the parameters would go unchecked. Copies of parameters that earlier commits made
         # for `init_from` have no `about`.
         if (path / _ABOUT).exists():
             with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-                stored = _stored_checksums(reader.restore(path / _ABOUT))
+                about = reader.restore(path / _ABOUT)
+                stored = _stored_checksums(about)
+                is_step = type(about.get(_STEP, 0)) is int and 0 <= about.get(_STEP, 0) < 2**53
+                if not is_step:
+                    raise ValueError(f"{_STEP!r} in {_ABOUT!r} is no step")
         with ocp.StandardCheckpointer() as checkpointer:
             params = checkpointer.restore(path / _PARAMS, _abstract(like, mesh))
+    check_step(folder, step, about.get(_STEP, step))
     _check(folder, step, stored, {_PARAMS: params})
     return params

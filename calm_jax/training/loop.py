@@ -22,7 +22,7 @@ from calm_jax.parallel.signals import NoteSignal
 from calm_jax.rng import stream
 from calm_jax.tasks import Params, Task
 from calm_jax.tasks.base import ratio
-from calm_jax.training.checkpoint import Checkpointer
+from calm_jax.training.checkpoint import Checkpointer, check_step
 from calm_jax.training.log import MetricsLog
 from calm_jax.training.norms import make_norms
 from calm_jax.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
@@ -146,6 +146,8 @@ class Trainer:
                 self._state = self._state._replace(params={})
                 self._state = self._state._replace(params=stage.initial())
         self._first_step = int(self._state.step)
+        if self._saved_step is not None:
+            check_step(checkpointer.folder, self._saved_step, self._first_step)
         self._data = training_batches(
             stage.text.rows(seed),
             config.batch_size,

@@ -300,6 +300,50 @@ def test_only_numbers_name_checkpoints_and_an_unreadable_folder_is_not_an_empty_
         latest_step(tmp_path / ("x" * 300))
 
 
+def test_a_file_that_is_named_like_a_step_is_no_checkpoint(tmp_path):
+    saved = save(tmp_path / "lm")
+    (tmp_path / "lm" / "500").touch()
+    assert latest_step(tmp_path / "lm") == 20
+    assert same(load(tmp_path / "lm", saved[20]), saved[20])
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path, is_taken):
+    saved = save(tmp_path / "lm")
+    (tmp_path / "lm" / "20").rename(tmp_path / "lm" / "999")
+    if is_taken:
+        (tmp_path / "lm" / "20").mkdir()
+    name = "999.misnamed" if is_taken else "20"
+    refused = (
+        rf"^the checkpoint \S+/lm/999 is of step 20, not 999: .* `mv \S+/lm/999 \S+/lm/{name}`"
+    )
+    with jax.set_mesh(mesh_of(1, 1, 1)), pytest.raises(UserError, match=refused):
+        load_params(tmp_path / "lm", saved[20][0], mesh_of(1, 1, 1))
+
+
+@pytest.mark.parametrize("step", [None, "20", [20], -1, 10**400])
+def test_a_stored_step_that_is_none_is_damage(tmp_path, step):
+    saved = save(tmp_path / "lm")
+    path = tmp_path / "lm" / "20" / "about" / "metadata"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": step}))
+    damaged = r"^the checkpoint \S+/20 is damaged \('step' in 'about' is no step\); `mv "
+    with jax.set_mesh(mesh_of(1, 1, 1)), pytest.raises(UserError, match=damaged):
+        load_params(tmp_path / "lm", saved[20][0], mesh_of(1, 1, 1))
+
+
+def test_a_save_that_orbax_leaves_out_is_an_error(tmp_path):
+    """It leaves out a step that is not later than the latest one."""
+    save(tmp_path / "lm")
+    tree = {"x": jnp.ones(8)}
+    checkpointer = Checkpointer(tmp_path / "lm", 3)
+    with (
+        jax.set_mesh(mesh_of(1, 1, 1)),
+        pytest.raises(UserError, match=r"step 15 was not saved, because there is one of step 20"),
+    ):
+        checkpointer.save(15, tree, tree, {})
+    checkpointer.close()
+
+
 def test_a_checkpoint_that_a_training_deletes_meanwhile_is_not_called_damaged(
     tmp_path, monkeypatch
 ):

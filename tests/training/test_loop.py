@@ -322,6 +322,40 @@ def test_no_checkpoint_is_saved_after_too_many_nonfinite_updates(tmp_path):
     assert (tmp_path / "lm" / "8").is_dir()
 
 
+def short_run(folder: pathlib.Path, num_steps: int) -> MetricsLog:
+    """Trains up to step `num_steps` from the latest checkpoint, with a record and a checkpoint every second step."""
+    config = tiny_config()
+    training = dataclasses.replace(
+        config.lm.training,
+        batch_size=2,
+        num_steps=num_steps,
+        log_every=2,
+        eval_every=1000,
+        checkpoint_every=2,
+    )
+    text = TrainingText([Blocks(np.full((8, 32), 1, np.int32), np.full(8, 32))], ())
+    stage = Stage("lm", Fragile(), {}, None, text, 0, None, training, config.lm.optimizer, 1e6)
+    mesh, log = make_mesh(config.mesh), MetricsLog(folder)
+    checkpointer, none = Checkpointer(folder / "lm", 9), Profile(-1, -1, "")
+    try:
+        with jax.set_mesh(mesh):
+            Trainer(stage, 0, BYTES.pad_id, 1, mesh, checkpointer, log, {}, none).run()
+    finally:
+        checkpointer.close()
+        log.close()
+    return log
+
+
+def test_training_does_not_resume_from_a_checkpoint_under_the_name_of_another_step(tmp_path):
+    short_run(tmp_path, 4)
+    (tmp_path / "lm" / "4").rename(tmp_path / "lm" / "99")
+    with pytest.raises(UserError, match=r"/lm/99 is of step 4, not 99: .*`mv \S+/99 \S+/4`"):
+        short_run(tmp_path, 8)
+    (tmp_path / "lm" / "99").rename(tmp_path / "lm" / "4")
+    short_run(tmp_path, 8)
+    assert (tmp_path / "lm" / "8").is_dir()
+
+
 @dataclasses.dataclass(frozen=True)
 class Large(Fragile):
     """`Fragile` with 4 MiB of parameters."""
