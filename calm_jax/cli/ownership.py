@@ -13,7 +13,7 @@ import pathlib
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import filelock
 
@@ -39,8 +39,16 @@ def _owner(folder: pathlib.Path) -> str:
         return ""
 
 
+def _is_file(path: pathlib.Path, file: os.stat_result) -> bool:
+    """Whether `path` is still the file that `file` describes."""
+    try:
+        return os.path.samestat(os.stat(path), file)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 @contextlib.contextmanager
-def owned(folder: pathlib.Path, flag: str) -> Iterator[None]:
+def owned(folder: pathlib.Path, flag: str) -> Iterator[Callable[[], None]]:
     """Makes `folder` if it is missing, and owns it inside the `with` block: holds the lock on the file `lock` in it.
 
     If the folder was made here and has nothing but the file `lock` at the end, it is removed again, with the parents that
@@ -49,6 +57,10 @@ def owned(folder: pathlib.Path, flag: str) -> Iterator[None]:
     Args:
       folder: the folder to write to.
       flag: the flag that names it, with its value, for messages.
+
+    Yields:
+      A function that raises `UserError` if the folder of this name is no longer the owned one, because it was deleted, moved
+      or replaced.
 
     Raises:
       UserError: if another process owns the folder, or if it cannot be written.
@@ -74,11 +86,22 @@ def owned(folder: pathlib.Path, flag: str) -> Iterator[None]:
         )
     try:
         locked = os.stat(folder / LOCK)
-        yield
+
+        def check() -> None:
+            # Any other error may pass, and if it does not, the write that follows shows it.
+            with contextlib.suppress(OSError):
+                if _is_file(folder / LOCK, locked):
+                    return
+                raise UserError(
+                    f"{flag} was deleted, moved or replaced while this command wrote to it: nothing more is written there; "
+                    "bring the folder back, or start again"
+                )
+
+        yield check
     finally:
         with contextlib.suppress(OSError):
             # If the folder was renamed meanwhile, another process may have made a new one of this name: leave that alone.
-            if os.path.samestat(os.stat(folder / LOCK), locked):
+            if _is_file(folder / LOCK, locked):
                 os.truncate(folder / LOCK, 0)
                 if missing and os.listdir(folder) == [LOCK]:
                     (folder / LOCK).unlink()

@@ -144,11 +144,17 @@ def write_once(write: Callable[[], object]) -> None:
 
 
 @contextlib.contextmanager
-def entered_once(context: contextlib.AbstractContextManager[object]) -> Iterator[None]:
-    """Enters `context` on process 0 alone, for all processes. All go on, or raise its error, when it is entered."""
+def entered_once(
+    context: contextlib.AbstractContextManager[_Result],
+) -> Iterator[_Result | None]:
+    """Enters `context` on process 0 alone, for all processes. All go on, or raise its error, when it is entered.
+
+    Yields what `context` yields on process 0, and None on the others.
+    """
+    entered: list[_Result] = []
     with contextlib.ExitStack() as stack:
-        write_once(lambda: stack.enter_context(context))
-        yield
+        write_once(lambda: entered.append(stack.enter_context(context)))
+        yield entered[0] if entered else None
 
 
 def check_shared(folder: pathlib.Path) -> None:

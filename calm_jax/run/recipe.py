@@ -42,11 +42,31 @@ class Run:
       log: the metrics of all stages.
     """
 
-    def __init__(self, config: Config, workdir: Workdir, mesh: Mesh, text: Dataset):
+    def __init__(
+        self,
+        config: Config,
+        workdir: Workdir,
+        mesh: Mesh,
+        text: Dataset,
+        check_owned: Callable[[], None] | None = None,
+    ):
+        """Reads tokenizer and metrics of the workdir.
+
+        Args:
+          config, workdir, mesh, text: the attributes.
+          check_owned: raises `UserError` if the workdir is no longer this command's (`Workdir.owned`); None on processes that
+            do not write, and where nothing is trained.
+        """
         self.config, self.workdir, self.mesh, self.text = config, workdir, mesh, text
+        self._check_owned = check_owned
         self.tokenizer = workdir.tokenizer
         # A collective operation, which all processes must reach: process 0 broadcasts the records that it has read.
         self.log = MetricsLog(workdir.path)
+
+    def check_owned(self) -> None:
+        """Raises `UserError` if the workdir was deleted, moved or replaced since the command began."""
+        if self._check_owned is not None:
+            self._check_owned()
 
     @functools.cached_property
     def autoencoder_task(self) -> AutoencoderTask:
@@ -102,7 +122,8 @@ class Run:
             compiled,
         )
         about = {"config": as_dict(recipe), "tokenizer": self.tokenizer.fingerprint}
-        checkpointer = Checkpointer(self.workdir.checkpoints(name), self.config.checkpoint.keep)
+        folder, keep = self.workdir.checkpoints(name), self.config.checkpoint.keep
+        checkpointer = Checkpointer(folder, keep, self.check_owned)
         try:
             if checkpointer.latest_step is not None:
                 saved_with = checkpointer.about().get("tokenizer")
@@ -233,9 +254,9 @@ def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Pro
         )
         return
     mesh = multihost.run_on_all(lambda: _training_mesh(config))
-    with jax.set_mesh(mesh), multihost.entered_once(workdir.owned()):
+    with jax.set_mesh(mesh), multihost.entered_once(workdir.owned()) as check_owned:
         text = preflight.begin(config, workdir, overwrite, mesh)
-        run = Run(config, Workdir(workdir.path), mesh, text)
+        run = Run(config, Workdir(workdir.path), mesh, text, check_owned)
         try:
             _train_and_report(run, profile)
         finally:
@@ -276,6 +297,7 @@ def _train_and_report(run: Run, profile: Profile) -> None:
         results["floor"] = brier.as_values(run.text.floor())
         samples, done = generator.sample_text(run.lm_task, params, frozen, run.tokenizer, config)
         lines = "".join(map(as_line, done))
+        multihost.write_once(run.check_owned)
         multihost.write_once(lambda: write_atomically(workdir.samples_path, samples))
         multihost.write_once(lambda: write_atomically(workdir.samples_jsonl_path, lines))
         print(f"\n{samples}")
@@ -288,6 +310,7 @@ def _train_and_report(run: Run, profile: Profile) -> None:
     # results.json marks the run as finished. The log must be on the disk before it: records that a power cut destroys would not
     # be written again.
     run.log.sync()
+    multihost.write_once(run.check_owned)
     multihost.write_once(lambda: write_atomically(workdir.results_path, text))
     multihost.write_once(lambda: web_report.try_to_write(workdir))
     report.print_results(results, config, workdir)

@@ -23,7 +23,7 @@ import hashlib
 import json
 import pathlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -236,14 +236,16 @@ class Workdir:
                 )
 
     @contextlib.contextmanager
-    def owned(self) -> Iterator[None]:
+    def owned(self) -> Iterator[Callable[[], None]]:
         """Owns the folder, by a lock, inside the `with` block. Every command writes to a workdir only inside such a block.
+
+        Yields a function that raises `UserError` if the folder was deleted, moved or replaced meanwhile.
 
         Raises `UserError` if another process writes to the workdir, or if the folder is no workdir and not empty.
         """
         self.refuse_foreign()
-        with owned(self.path, f"--workdir={self.path}"):
-            yield
+        with owned(self.path, f"--workdir={self.path}") as check:
+            yield check
 
     def delete(self) -> None:
         """Empties the folder, which this process owns. Call `check_deletable` first."""

@@ -8,7 +8,7 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -87,9 +87,18 @@ class Checkpointer:
       latest_step: the step of the latest checkpoint, None if there is none.
     """
 
-    def __init__(self, folder: pathlib.Path, keep: int):
+    def __init__(
+        self, folder: pathlib.Path, keep: int, check_folder: Callable[[], None] = lambda: None
+    ):
+        """Makes the folder if it is missing.
+
+        Args:
+          folder: the folder of the checkpoints.
+          keep: how many of the latest checkpoints are kept.
+          check_folder: called before each save, on process 0; raises `UserError` if `folder` must not be written to.
+        """
         tensorstore_leak.avoid()
-        self.folder = folder
+        self.folder, self._check_folder = folder, check_folder
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             create=True,
@@ -128,6 +137,7 @@ class Checkpointer:
         Raises:
           UserError: if this checkpoint or the previous one cannot be written.
         """
+        multihost.write_once(self._check_folder)
         signed = _signed(about | {_STEP: step}, {_PARAMS: params, _TRAINING: training})
         items = {
             _PARAMS: ocp.args.StandardSave(params),

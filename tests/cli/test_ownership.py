@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +31,7 @@ own = {
 }[kind]
 with own() as folder:
     if kind != "owned_file":
-        (folder or path).joinpath("half").write_text("written")
+        (path if kind == "owned" else folder).joinpath("half").write_text("written")
     print("owns it", flush=True)
     time.sleep(600)
 """
@@ -65,8 +66,12 @@ def test_a_second_process_is_refused_and_a_killed_one_replaced(kind, tmp_path):
             )
             assert re.fullmatch(expected, str(refused.value))
     with own(path, f"--flag={path}") as folder:
-        assert set(os.listdir(folder or path)) == ({"lock"} if folder else {"half", "lock"})
-        (path / "half").unlink() if kind == "owned" else (folder / "whole").touch()
+        if kind == "owned":
+            assert set(os.listdir(path)) == {"half", "lock"}
+            (path / "half").unlink()
+        else:
+            assert os.listdir(folder) == ["lock"]
+            (folder / "whole").touch()
     # The killed process made the folder, so that it stays, with an empty lock that nobody has to delete.
     left = {"owned": ["lock"], "atomic_folder": ["whole"]}[kind]
     assert os.listdir(path) == left and os.listdir(path.parent) == ["folder"]
@@ -99,6 +104,27 @@ def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):
         (folder / "half").touch()
         raise ZeroDivisionError
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("change", ["nothing", "deleted", "moved", "replaced", "a file"])
+def test_an_owner_can_see_that_its_folder_is_gone(change, tmp_path):
+    path = tmp_path / "folder"
+    with owned(path, f"--flag={path}") as check:
+        check()
+        if change == "moved":
+            path.rename(tmp_path / "other")
+        elif change != "nothing":
+            shutil.rmtree(path)
+        if change == "replaced":
+            path.mkdir()
+            (path / "lock").touch()
+        elif change == "a file":
+            path.touch()
+        if change == "nothing":
+            check()
+        else:
+            with pytest.raises(UserError, match=rf"^--flag={path} was deleted, moved or replaced"):
+                check()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):

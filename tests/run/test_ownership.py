@@ -2,11 +2,19 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 
 import pytest
 
+from calm_jax.config import resolve
+from calm_jax.errors import UserError
+from calm_jax.run import recipe
+from calm_jax.run.workdir import Workdir
+from calm_jax.training.log import MetricsLog
+from calm_jax.training.loop import Profile
+from tests.tiny_recipe import get_config
 from tests.workdirs import assert_same_bits, metrics, run, start, train
 
 
@@ -15,8 +23,8 @@ def test_a_second_command_on_a_workdir_is_refused_until_the_first_has_ended(
     finished, text_glob, tmp_path
 ):
     workdir = tmp_path / "run"
-    recipe = f"--config=tests/tiny_recipe.py:{text_glob}"
-    command = ("calm_jax.main", recipe, f"--workdir={workdir}")
+    given = f"--config=tests/tiny_recipe.py:{text_glob}"
+    command = ("calm_jax.main", given, f"--workdir={workdir}")
     often = "--config.lm.training.checkpoint_every=2"
     process = start(*command, often, stderr=subprocess.DEVNULL)
     for line in process.stdout:
@@ -29,7 +37,7 @@ def test_a_second_command_on_a_workdir_is_refused_until_the_first_has_ended(
     try:
         before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
         stored = f"--config=configs/workdir.py:{workdir}"
-        for second in ((recipe,), (recipe, "--overwrite"), (stored, "--mode=eval")):
+        for second in ((given,), (given, "--overwrite"), (stored, "--mode=eval")):
             line = run("calm_jax.main", *second, f"--workdir={workdir}", status=2)
             assert re.match(
                 rf"error: --workdir={workdir} is in use: process {process.pid} on ", line
@@ -45,3 +53,26 @@ def test_a_second_command_on_a_workdir_is_refused_until_the_first_has_ended(
     assert_same_bits(workdir, finished[0])
     assert metrics(workdir) == metrics(finished[0])
     assert (workdir / "lock").read_bytes() == b""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["the first checkpoint", "the results"])
+def test_training_ends_with_an_error_when_its_workdir_is_deleted(
+    text_glob, tmp_path, monkeypatch, before
+):
+    """It neither goes on nor leaves a workdir of checkpoints alone, which no command could read."""
+    tree = get_config(text_glob)
+    tree.stage = "autoencoder"
+    workdir, sync, syncs = tmp_path / "run", MetricsLog.sync, []
+
+    def delete(log: MetricsLog) -> None:
+        # The log is synced before each of the three checkpoints, and before the results.
+        sync(log)
+        syncs.append(log)
+        if len(syncs) == {"the first checkpoint": 1, "the results": 4}[before]:
+            shutil.rmtree(workdir)
+
+    monkeypatch.setattr(MetricsLog, "sync", delete)
+    with pytest.raises(UserError, match=rf"^--workdir={workdir} was deleted, moved or replaced"):
+        recipe.run_training(resolve(tree), Workdir(workdir), False, Profile(-1, -1, ""))
+    assert not workdir.exists()
