@@ -8,6 +8,7 @@ converted.json         in place of corpus.json: where converted parameters come 
 autoencoder/, lm/      checkpoints of the two stages
 init_autoencoder/, init_lm/  copies of the parameters that the stages began with, if `init_from` was given
 metrics.jsonl          training and validation metrics; the same in tensorboard/
+metrics.jsonl.damaged  metrics.jsonl as it was when a resumed run found damaged lines in it, or records missing
 samples.txt            text that the model wrote at the end of training; in samples.jsonl with its tokens and chunks
 results.json           the final table; written when the run is finished
 lock                   locked by the command that writes to the workdir, and says which process that is
@@ -22,6 +23,7 @@ import functools
 import hashlib
 import json
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -43,13 +45,22 @@ from calm_jax.training import checkpoint
 
 # Only a workdir of converted parameters has this file.
 _ORIGIN = "converted.json"
-# All files that a run writes; unfinished ones have ".tmp" after the name. --overwrite refuses to delete a folder with any other.
+# All files that a run writes, but those of `_OTHER_OWN_FILES`; unfinished ones have ".tmp" after the name.
 OWN_FILES = {
     *("autoencoder", "lm", "init_autoencoder", "init_lm", "tokenizer", "tensorboard", "profile"),
     *("config.json", "corpus.json", _ORIGIN, "memory.json", "results.json", "metrics.jsonl"),
     *("evaluations.jsonl", "samples.jsonl", "samples.txt", "report.html", "plane.png"),
     *(LOCK, PROBE_FILE),
 }
+# Metrics that a resumed run kept, and what a killed `calm_jax.report` leaves.
+_OTHER_OWN_FILES = re.compile(
+    r"metrics\.jsonl\.damaged(-\d+)?(\.tmp)?|report\.html\.[0-9a-f]{32}\.tmp"
+)
+
+
+def _is_own(name: str) -> bool:
+    """Whether a run writes a file of this name. --overwrite refuses to delete a folder with any other."""
+    return name.removesuffix(".tmp") in OWN_FILES or bool(_OTHER_OWN_FILES.fullmatch(name))
 
 
 def fingerprint(documents: Sequence[Document]) -> str:
@@ -261,7 +272,7 @@ class Workdir:
             return
         _ = self.config  # Raises `UserError` for the config.json of another program.
         names = sorted(entry.name for entry in self.path.iterdir())
-        foreign = [name for name in names if name.removesuffix(".tmp") not in OWN_FILES]
+        foreign = [name for name in names if not _is_own(name)]
         if foreign:
             raise UserError(
                 f"--overwrite would delete {self.path / foreign[0]}, which is no file of a run: move it away first"

@@ -1,8 +1,10 @@
 """The metrics of a run, in metrics.jsonl and as TensorBoard events."""
 
+import itertools
 import json
+import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import tensorboardX
 from absl import logging
@@ -33,18 +35,49 @@ class MetricsLog:
         self._path = folder / "metrics.jsonl"
         self._events_folder = folder / "tensorboard"
         self._events: dict[str, tensorboardX.SummaryWriter] = {}
-        self.records: list[dict] = multihost.broadcast(read_records(self._path))
+        records, damaged = _read(self._path)
+        self._is_damaged, self._is_kept = bool(damaged), False
+        self.records: list[dict] = multihost.broadcast(records)
 
-    def cut_back(self, stage: str, step: int) -> None:
-        """Removes a stage's records after `step`, so that a resumed run writes no step twice."""
+    def cut_back(self, stage: str, step: int, num_known: int = 0) -> None:
+        """Removes a stage's records after `step`, so that a resumed run writes no step twice.
+
+        A file with damaged lines, or without records that it had, is kept beside the new one.
+
+        Args:
+          stage: the stage that is resumed.
+          step: the step of its checkpoint.
+          num_known: how many records there were when that checkpoint was saved.
+        """
         self.records = [
             record for record in self.records if record["stage"] != stage or record["step"] <= step
         ]
         if not multihost.is_primary():
             return
+        num_lost = num_known - len(self.records)
+        if num_lost > 0:
+            self._keep(
+                f"{num_lost} of the {num_known} records up to the checkpoint of {stage}, step {step}, are missing"
+            )
+        elif self._is_damaged:
+            self._keep("its damaged lines are left out from now on")
         lines = "".join(json.dumps(record) + "\n" for record in self.records)
         write_atomically(self._path, lines)
         self._open_events(stage, purge_step=step + 1)
+
+    def _keep(self, reason: str) -> None:
+        """Keeps the file as it was read, under another name, and says why."""
+        kept = ""
+        if not self._is_kept and self._path.exists():
+            names = (self._path.with_name(f"{self._path.name}{end}") for end in _kept_ends())
+            path = next(path for path in names if not os.path.lexists(path))
+            with os_errors(self._path, "read"):
+                content = read_file(self._path)
+            write_atomically(path, content)
+            kept = f"; the file as it was is kept as {path}"
+            self._is_kept = True
+        self._is_damaged = False
+        print(f"note: {self._path}: {reason}{kept}", flush=True)
 
     def sync(self) -> None:
         """Waits until the records are on the disk. Raises `UserError` if they cannot be written."""
@@ -87,7 +120,8 @@ class MetricsLog:
     def _open_events(self, stage: str, purge_step: int | None = None) -> tensorboardX.SummaryWriter:
         if stage not in self._events:
             folder = str(self._events_folder / stage)
-            self._events[stage] = tensorboardX.SummaryWriter(folder, purge_step=purge_step)
+            with os_errors(self._events_folder, "written"):
+                self._events[stage] = tensorboardX.SummaryWriter(folder, purge_step=purge_step)
         return self._events[stage]
 
     def close(self) -> None:
@@ -95,6 +129,11 @@ class MetricsLog:
         with os_errors(self._events_folder, "written"):
             for events in self._events.values():
                 events.close()
+
+
+def _kept_ends() -> Iterator[str]:
+    yield ".damaged"
+    yield from (f".damaged-{number}" for number in itertools.count(2))
 
 
 def read_records(path: pathlib.Path) -> list[dict]:
@@ -106,10 +145,15 @@ def read_records(path: pathlib.Path) -> list[dict]:
     Raises:
       UserError: if the file cannot be read.
     """
+    return _read(path)[0]
+
+
+def _read(path: pathlib.Path) -> tuple[list[dict], list[int]]:
+    """`read_records`, and the numbers of the lines that it warns of."""
     try:
         text = read_file(path).decode("utf-8", "replace")
     except FileNotFoundError:
-        return []
+        return [], []
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     *lines, unfinished = text.split("\n")
@@ -122,7 +166,8 @@ def read_records(path: pathlib.Path) -> list[dict]:
             len(left_out),
             left_out[0],
         )
-    return [record for record in (*records, _parse(unfinished)) if record is not None]
+    whole = [record for record in (*records, _parse(unfinished)) if record is not None]
+    return whole, left_out
 
 
 def _parse(line: str) -> dict | None:

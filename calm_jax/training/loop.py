@@ -36,6 +36,9 @@ from calm_jax.training.step import (
     make_step,
 )
 
+# The key of a checkpoint's `about` with the number of metrics records before it; checkpoints of earlier commits lack it.
+_NUM_RECORDS = "metrics_records"
+
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
@@ -155,7 +158,7 @@ class Trainer:
             rows_here(config.batch_size, mesh),
             stage.read_threads,
         )
-        log.cut_back(stage.name, self._first_step)
+        log.cut_back(stage.name, self._first_step, self._num_known_records())
         key = training_key(seed, stage.name)
         step = make_step(stage.task, optimizer, config, key, pad_id)
         self._update = stage.compiled or jit_step(step, self._state, mesh)
@@ -173,6 +176,12 @@ class Trainer:
         streak = jax.device_put(np.int32(0), rest["nonfinite_streak"].sharding)
         return TrainState(params=params, **rest | {"nonfinite_streak": streak})
 
+    def _num_known_records(self) -> int:
+        """How many metrics records there were when the checkpoint to resume from was saved; 0 if it does not say so."""
+        about = {} if self._saved_step is None else self._checkpointer.about()
+        known = about.get(_NUM_RECORDS)
+        return known if isinstance(known, int) else 0
+
     def _save(self, step: int) -> None:
         if step != self._saved_step:
             # After too many non-finite updates the state no longer changes, and must not be saved as a later step.
@@ -180,7 +189,8 @@ class Trainer:
             # A run that resumes from this checkpoint needs the records before it.
             self._log.sync()
             rest = _all_but_params(self._state)
-            self._checkpointer.save(step, self._state.params, rest, self._about)
+            about = self._about | {_NUM_RECORDS: len(self._log.records)}
+            self._checkpointer.save(step, self._state.params, rest, about)
             self._saved_step = step
 
     def run(self) -> Params:

@@ -481,8 +481,10 @@ def test_a_damaged_file_of_a_workdir_is_named_and_damaged_metrics_are_repaired(
     shutil.copytree(finished[0], workdir)
     with open(workdir / "metrics.jsonl", "ab") as lines:
         lines.write(b'5\n\xff\xfe\n{"stage": "lm", "spl')
+    damaged = (workdir / "metrics.jsonl").read_bytes()
     shutil.rmtree(workdir / "lm")
     (workdir / "results.json").write_text("")
-    train(text_glob, workdir)
+    assert "metrics.jsonl.damaged\n" in train(text_glob, workdir)
+    assert (workdir / "metrics.jsonl.damaged").read_bytes() == damaged
     assert_same_bits(workdir, finished[0])
     assert metrics(workdir) == metrics(finished[0])

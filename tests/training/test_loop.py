@@ -356,6 +356,63 @@ def test_training_does_not_resume_from_a_checkpoint_under_the_name_of_another_st
     assert (tmp_path / "lm" / "8").is_dir()
 
 
+def test_metrics_that_lost_records_are_named_and_the_file_is_kept(tmp_path, capsys):
+    """Nothing is said, and nothing kept, where all records up to the checkpoint are there."""
+    path = tmp_path / "metrics.jsonl"
+    short_run(tmp_path, 4)
+    # Later than the checkpoint, as after a kill.
+    with open(path, "a") as lines:
+        lines.write('{"stage": "lm", "split": "train", "step": 5}\n{"stage": "l')
+    short_run(tmp_path, 8)
+    assert "note: " not in capsys.readouterr().out
+    # The first of four records, and the beginning of the second.
+    half = path.read_text()
+    half = half[: half.index("\n") + 20]
+    path.write_text(half)
+    log = short_run(tmp_path, 10)
+    line = (
+        f"note: {path}: 3 of the 4 records up to the checkpoint of lm, step 8, are missing; the file as it was is kept as "
+        f"{path}.damaged\n"
+    )
+    assert line in capsys.readouterr().out
+    assert (tmp_path / "metrics.jsonl.damaged").read_text() == half
+    assert [record["step"] for record in log.records] == [2, 10]
+    # The checkpoint of step 10 knows of the two records that there are.
+    short_run(tmp_path, 12)
+    assert "note: " not in capsys.readouterr().out
+    path.unlink()
+    short_run(tmp_path, 14)
+    out = capsys.readouterr().out
+    assert "3 of the 3 records up to the checkpoint of lm, step 12, are missing\n" in out
+    assert not (tmp_path / "metrics.jsonl.damaged-2").exists()
+
+
+def test_metrics_with_a_damaged_line_are_kept_before_it_is_left_out(tmp_path, capsys):
+    """Also where a file of the same name was kept before."""
+    path = tmp_path / "metrics.jsonl"
+    log = short_run(tmp_path, 4)
+    for number, name in enumerate(("metrics.jsonl.damaged", "metrics.jsonl.damaged-2"), 1):
+        damaged = f"{path.read_text()}{number}\n"
+        path.write_text(damaged)
+        log = MetricsLog(tmp_path)
+        log.cut_back("lm", 4)
+        log.cut_back("lm", 4)
+        log.close()
+        assert (tmp_path / name).read_text() == damaged and len(log.records) == 2
+        assert capsys.readouterr().out.splitlines()[-1].endswith(f"is kept as {tmp_path / name}")
+    assert sorted(one.name for one in tmp_path.glob("metrics*")) == [
+        "metrics.jsonl",
+        "metrics.jsonl.damaged",
+        "metrics.jsonl.damaged-2",
+    ]
+
+
+def test_a_file_in_place_of_the_folder_of_events_is_one_line(tmp_path):
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(UserError, match=r"/tensorboard cannot be written: "):
+        MetricsLog(tmp_path).cut_back("lm", 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Large(Fragile):
     """`Fragile` with 4 MiB of parameters."""
