@@ -6,6 +6,7 @@
 Training and evaluation write a run's report.html by themselves. This command makes it for a run that is still training, too.
 """
 
+import contextlib
 import pathlib
 import uuid
 
@@ -14,12 +15,18 @@ from absl import app, flags
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, write_atomically
 from calm_jax.cli.flags import parse_flags_and_arguments
+from calm_jax.cli.output import owned_file
 from calm_jax.errors import UserError
 
 _OUTPUT = flags.DEFINE_string(
     "output",
     "",
     "the page; if empty, report.html in the workdir, or for more than one run, report.html in the current folder",
+)
+_OVERWRITE = flags.DEFINE_bool(
+    "overwrite",
+    False,
+    "replace the page if it exists; report.html in the workdir of a single run is always replaced",
 )
 
 
@@ -33,14 +40,18 @@ def main(argv: list[str]) -> None:
     from calm_jax.run.workdir import Workdir
 
     workdirs = [Workdir(local_path(folder, "DIR")) for folder in folders]
-    if len(workdirs) > 1:
-        text = web_comparison.comparison(web_comparison.by_name(workdirs))
-        default = pathlib.Path("report.html")
-    else:
-        text, default = web_report.page(workdirs[0]), workdirs[0].report_path
+    is_one = len(workdirs) == 1
+    default = workdirs[0].report_path if is_one else pathlib.Path("report.html")
     path = local_path(_OUTPUT.value, "--output") if _OUTPUT.value else default
-    # A training that is running may write its page at the same time.
-    write_atomically(path, text, f".{uuid.uuid4().hex}")
+    with contextlib.ExitStack() as stack:
+        if not (is_one and path.absolute() == default.absolute()):
+            path = stack.enter_context(owned_file(path, "--output", _OVERWRITE.value))
+        if is_one:
+            text = web_report.page(workdirs[0])
+        else:
+            text = web_comparison.comparison(web_comparison.by_name(workdirs))
+        # A training that is running may write its page at the same time.
+        write_atomically(path, text, f".{uuid.uuid4().hex}")
     print(f"{path}: {len(text.encode()) / 1e3:,.0f} kB")
 
 

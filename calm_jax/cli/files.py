@@ -155,11 +155,16 @@ def write_atomically(path: pathlib.Path, content: str | bytes | memoryview, tag:
     with os_errors(path, "written"):
         # The temporary name may be taken by the file of a killed command, by a link or by a pipe.
         unfinished.unlink(missing_ok=True)
-        with open(unfinished, "xb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        try:
+            with open(unfinished, "xb") as file:
+                file.write(content.encode("utf-8") if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+        except OSError:
+            with suppress(OSError):
+                unfinished.unlink()
+            raise
 
 
 def append_line(path: pathlib.Path, line: str) -> None:

@@ -1,5 +1,6 @@
 """Files are written whole, and only in their own folder: a link, a pipe or a cut line that lies there changes nothing else."""
 
+import errno
 import json
 import os
 
@@ -25,6 +26,17 @@ def test_a_file_is_written_beside_links_and_pipes_of_somebody_else(kind, tmp_pat
     assert (other.read_text() if other.exists() else "nothing") == (
         "precious" if kind == "link" else "nothing"
     )
+
+
+def test_a_file_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full_disk(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "file").write_text("old")
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(UserError, match=r"/file cannot be written: No space left on device"):
+        write_atomically(tmp_path / "file", "new")
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])

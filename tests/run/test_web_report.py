@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+import uuid
 
 import pytest
 
@@ -327,6 +328,26 @@ def test_the_command_writes_a_page_and_refuses_what_is_no_run(workdir, tmp_path)
     assert "give the folders" in run("calm_jax.report", status=2)
 
 
+def test_the_command_replaces_no_file_unasked_but_the_page_of_its_run(workdir, tmp_path):
+    folder = str(workdir.path)
+    page = f"--output={workdir.report_path}"
+    for _ in range(2):
+        run("calm_jax.report", folder)
+        run("calm_jax.report", folder, page)
+    config = workdir.path / "config.json"
+    before = config.read_bytes()
+    line = run("calm_jax.report", folder, f"--output={config}", status=2)
+    assert line == f"error: --output={config} already exists: give another name, or --overwrite"
+    # It is not the page of both.
+    assert "already exists" in run("calm_jax.report", folder, folder, page, status=2)
+    assert config.read_bytes() == before
+    other = tmp_path / "other.html"
+    run("calm_jax.report", folder, f"--output={other}")
+    assert "already exists" in run("calm_jax.report", folder, f"--output={other}", status=2)
+    run("calm_jax.report", folder, f"--output={other}", "--overwrite")
+    assert {one.name for one in tmp_path.iterdir()} == {workdir.path.name, "other.html"}
+
+
 def points_of(svg: str) -> list[tuple[float, float]]:
     (path,) = re.findall(r'class="line c0" d="M([^"V]+)"', svg)
     return [tuple(map(float, point.split())) for point in path.split("L")]
@@ -370,6 +391,18 @@ def test_a_chart_without_points_is_empty():
 )
 def test_short_numbers(value, text):
     assert charts.short(value) == text
+
+
+def test_overwrite_knows_kept_metrics_and_what_a_killed_report_leaves(workdir):
+    left = f"report.html.{uuid.uuid4().hex}.tmp"
+    for name in ("metrics.jsonl.damaged", "metrics.jsonl.damaged-2", left, "results.json.tmp"):
+        (workdir.path / name).touch()
+    workdir.check_deletable()
+    for name in ("report.html.mine.tmp", "metrics.jsonl.damaged.txt"):
+        (workdir.path / name).touch()
+        with pytest.raises(UserError, match=f"would delete .*/{name}, which is no file of a run"):
+            workdir.check_deletable()
+        (workdir.path / name).unlink()
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):
