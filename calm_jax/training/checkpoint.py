@@ -332,10 +332,17 @@ def _check(
     stored: Mapping[str, Mapping[str, Any]],
     restored: Mapping[str, Any],
 ) -> None:
-    """Compares restored arrays with their checksums, if the checkpoint has any.
+    """Compares restored arrays with their checksums, and says so if the checkpoint has none for some of them.
 
     Raises `AgreedError` for an array that is not what was saved.
     """
+    unchecked = sorted(restored.keys() - stored.keys())
+    if unchecked and multihost.is_primary():
+        print(
+            f"note: the checkpoint {folder / str(step)} has no checksums of {' and '.join(unchecked)}, as of an earlier version: "
+            "these arrays are not checked",
+            file=sys.stderr,
+        )
     # Sorted, because all processes compute each checksum together, and the order of a set differs between processes.
     for item in sorted(stored.keys() & restored.keys()):
         for name, value in checksums(restored[item]).items():

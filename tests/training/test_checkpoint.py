@@ -191,14 +191,30 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(tmp_path):
     checkpointer.close()
 
 
-def test_a_checkpoint_without_checksums_is_read(tmp_path):
+@pytest.mark.parametrize("change", ["no checksums", "of another name", "no about"])
+def test_a_checkpoint_without_checksums_is_read_and_named(tmp_path, change, capfd):
     """As earlier commits wrote them."""
     saved = save(tmp_path / "lm")
     path = tmp_path / "lm" / "20" / "about" / "metadata"
     about = json.loads(path.read_text())
     assert set(about.pop("checksums")) == {"params", "training"}
     path.write_text(json.dumps(about))
-    assert same(load(tmp_path / "lm", saved[20]), saved[20])
+    name = tmp_path / "lm" / "20"
+    of = f"note: the checkpoint {name} has no checksums of {{}}, as of an earlier version: these arrays are not checked"
+    capfd.readouterr()
+    if change == "no about":
+        # A copy of parameters for `init_from`.
+        shutil.rmtree(path.parent)
+        with jax.set_mesh(mesh_of(1, 1, 1)):
+            assert same(load_params(tmp_path / "lm", saved[20][0], mesh_of(1, 1, 1)), saved[20][0])
+        expected = [of.format("params")]
+    else:
+        if change == "of another name":
+            path.write_text(json.dumps(about | {"checksum": {}}))
+        assert same(load(tmp_path / "lm", saved[20]), saved[20])
+        expected = [of.format("params"), of.format("params and training")]
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("note: ")] == expected
 
 
 @pytest.mark.parametrize("checksums", [None, [], {"params": None}, {"params": [1, 2]}])
