@@ -28,6 +28,17 @@ def test_damaged_input_is_read_or_refused_in_one_line(name, tmp_path):
     assert [(case["reader"], case["number"]) for case in found] == [(name, n) for n in range(times)]
 
 
+def test_bad_input_of_the_command_is_one_line(tmp_path):
+    folder = f"--folder={tmp_path}"
+    line = run("benchmarks.damage", folder, "--case=pickles:x", status=2)
+    assert line == "error: --case=pickles:x must be READER:NUMBER, such as pickles:0"
+    (tmp_path / "cases.jsonl").write_text('{"reader": "pickles", "num')
+    line = run("benchmarks.damage", folder, status=2)
+    assert "cases.jsonl: line 1 is no case: delete the line, and the case runs again" in line
+    line = run("benchmarks.damage", folder, "--seed=1", status=2)
+    assert f"--seed=1: the cases in {tmp_path} have the seed 0: give that one" in line
+
+
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory):
     """The cases of each toy reader."""

@@ -14,6 +14,7 @@ DIR). With the same DIR, `--case=READER:NUMBER` repeats a case and shows its who
 import collections
 import dataclasses
 import json
+import pathlib
 
 import rich.table
 from absl import app, flags
@@ -22,6 +23,7 @@ from benchmarks.damage.campaign import GOOD, Case, numbers_of, run
 from benchmarks.damage.readers import READERS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
+from calm_jax.cli.files import read_text, write_atomically
 from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError
 
@@ -54,6 +56,36 @@ def _show(cases: list[Case]) -> None:
             )
 
 
+def _read_cases(path: pathlib.Path) -> list[Case]:
+    """The cases in a file; an empty list if there is none. Raises `UserError` for a line that is none, such as a cut one."""
+    if not path.exists():
+        return []
+    cases = []
+    for number, line in enumerate(
+        path.read_text(encoding="utf-8", errors="replace").splitlines(), 1
+    ):
+        try:
+            cases.append(Case(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"{path}: line {number} is no case: delete the line, and the case runs again"
+            ) from error
+    return cases
+
+
+def _check_seed(root: pathlib.Path, seed: int) -> None:
+    """Raises `UserError` if the cases of a folder have another seed. A new folder gets a file that says its seed."""
+    path = root / "seed.txt"
+    if not path.exists():
+        root.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, f"{seed}\n")
+    stored = read_text(str(path), "the seed").strip()
+    if stored != str(seed):
+        raise UserError(
+            f"--seed={seed}: the cases in {root} have the seed {stored}: give that one, or another --folder"
+        )
+
+
 @command
 def main(argv: list[str]) -> int:
     root = given_folder(_FOLDER, "a folder for cases and results").absolute()
@@ -62,14 +94,15 @@ def main(argv: list[str]) -> int:
     for name in [one] if _CASE.value else names:
         if name not in READERS:
             raise UserError(f"{name!r} is no reader: there are {', '.join(READERS)}")
+    if _CASE.value and not (number.isascii() and number.isdecimal()):
+        raise UserError(f"--case={_CASE.value} must be READER:NUMBER, such as {one}:0")
+    _check_seed(root, _SEED.value)
     if _CASE.value:
         for case in run(one, root, _SEED.value, [int(number)]):
             print(f"{case.kind} of {case.file}: {case.outcome}\n{case.detail}")
         return 0
-    root.mkdir(parents=True, exist_ok=True)
-    path, cases = root / "cases.jsonl", []
-    if path.exists():
-        cases = [Case(**json.loads(line)) for line in path.read_text().splitlines()]
+    path = root / "cases.jsonl"
+    cases = _read_cases(path)
     done = {(case.reader, case.number) for case in cases}
     with open(path, "a", buffering=1) as lines:
         for name, times in numbers_of(names, _TIMES.value).items():
