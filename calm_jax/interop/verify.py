@@ -4,7 +4,7 @@
 
 The folder holds an npz file of recorded inputs, draws and results for each case, and checkpoint folders in the
 published format (tests/golden/README.md). A case that cannot be read, or lacks an array, fails and the others go on. Exit
-status: 0 if all quantities agree, 1 if some do not, 2 if there is no such folder or nothing in it.
+status: 0 if all quantities agree, 1 if some do not, 2 if there is no such folder or no known case in it.
 """
 
 from absl import app, flags

@@ -12,7 +12,7 @@ from absl import flags
 
 from calm_jax.errors import UserError
 from calm_jax.interop import published, verify
-from calm_jax.interop.parity import comparison
+from calm_jax.interop.parity import comparison, expected
 from calm_jax.interop.parity.recorded import up_to_eos
 
 
@@ -268,6 +268,12 @@ def test_compressed_arrays_that_would_fill_the_memory_are_refused(copied, monkey
     assert not row.passed and "its arrays have more than 0 MiB" in row.quantity
 
 
+def test_a_folder_of_unknown_cases_is_an_error(tmp_path, capsys):
+    np.savez(tmp_path / "mystery.npz", x=np.zeros(2))
+    assert status_of(tmp_path) == 2
+    assert_one_line_error(capsys, str(tmp_path), "mystery.npz", "known")
+
+
 def test_a_missing_folder_is_an_error(tmp_path, capsys):
     assert status_of(tmp_path / "nowhere") == 2
     assert_one_line_error(capsys, "nowhere")
@@ -325,6 +331,63 @@ def test_a_missing_array_fails_alone(copied, capsys):
     assert_fails(folder, capsys, key)
     rows, _ = comparison.verify(folder)
     assert sum(row.passed for row in rows) == len(complete) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["ae_k1", "ar"])
+def test_missing_gradients_are_named(case, copied):
+    """All of them are removed, so that nothing in the file shows that they were there."""
+    file = copied(case) / f"{case}.npz"
+    with np.load(file) as arrays:
+        kept = {name: arrays[name] for name in arrays.files if not name.startswith("grad/")}
+        removed = set(arrays.files) - set(kept)
+    np.savez(file, **kept)
+    failed = [row.quantity for row in comparison.verify(file.parent)[0] if not row.passed]
+    assert len(failed) == len(removed) > 0
+    assert all(any(repr(name) in quantity for quantity in failed) for name in removed)
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("ae_k1", expected.AUTOENCODER_GRADIENTS),
+        ("ae_k8", expected.AUTOENCODER_GRADIENTS),
+        ("energy_k2", expected.ENERGY_GRADIENTS),
+        ("energy_k4", expected.ENERGY_GRADIENTS),
+        ("ar", expected.AUTOREGRESSIVE_GRADIENTS),
+        ("diffusion_head", expected.DIFFUSION_HEAD_GRADIENTS),
+        ("flow_head", expected.FLOW_HEAD_GRADIENTS),
+        ("diffusion_model", expected.MODEL_GRADIENTS),
+        ("flow_model", expected.MODEL_GRADIENTS),
+    ],
+)
+def test_all_recorded_gradients_are_expected(case, names, golden):
+    with np.load(golden / f"{case}.npz") as arrays:
+        recorded = {name.removeprefix("grad/") for name in arrays.files if "grad/" in name}
+    assert recorded == set(names)
+
+
+def test_a_missing_case_of_temperatures_is_named(copied):
+    file = copied("temperature") / "temperature.npz"
+    with np.load(file) as arrays:
+        kept = {name: arrays[name] for name in arrays.files if not name.startswith("n2_plain/")}
+    np.savez(file, **kept)
+    (failed,) = [row for row in comparison.verify(file.parent)[0] if not row.passed]
+    assert "n2_plain" in failed.quantity
+
+
+def test_a_file_without_arrays_fails(tmp_path, capsys):
+    np.savez(tmp_path / "temperature.npz")
+    np.savez(tmp_path / "mystery.npz", x=np.zeros(2))
+    assert status_of(tmp_path) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_a_case_of_which_nothing_is_compared_fails(copied, monkeypatch):
+    monkeypatch.setitem(comparison.cases.CASES, "temperature", lambda folder, golden: iter(()))
+    ((row,), _) = comparison.verify(copied("temperature"))
+    assert not row.passed and "nothing was compared" in row.quantity
+    assert not comparison.compare("case", "quantity", np.zeros((0, 2)), np.zeros((0, 2))).passed
 
 
 def test_what_needs_a_missing_array_fails_by_its_name(copied, capsys):

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from calm_jax import brier
-from calm_jax.interop.parity import head_cases
+from calm_jax.interop.parity import expected, head_cases
 from calm_jax.interop.parity.models import PublishedAutoencoder, PublishedCalm, PublishedLlama
 from calm_jax.interop.parity.recorded import Arrays, Comparisons, gradients, up_to_eos
 from calm_jax.losses import cross_entropy, energy_score
@@ -67,7 +67,7 @@ def autoencoder_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
     yield "training cross-entropy", ce, golden["train_ce"]
     yield "training KL", kl, golden["train_kl"]
     yield "training loss", total, golden["train_loss"]
-    yield from gradients(autoencoder.rows, gradient, golden)
+    yield from gradients(autoencoder.rows, gradient, golden, expected.AUTOENCODER_GRADIENTS)
 
 
 def _brier(
@@ -141,7 +141,7 @@ def energy_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
     total, gradient = jax.jit(jax.value_and_grad(loss))(params, ids, ids)
     yield "training loss", total, golden["train_loss"]
     yield "norm of all gradients", optax.tree.norm(gradient), golden["grad_norm_total"]
-    yield from gradients(lm.rows, gradient, golden)
+    yield from gradients(lm.rows, gradient, golden, expected.ENERGY_GRADIENTS)
     # The published code draws only for the chunks that count in the loss. These come first, so that they get the same draws
     # here; the draws of the masked chunks have no weight.
     masked = loss(params, golden["masked_input_ids"], golden["masked_labels"])
@@ -208,7 +208,7 @@ def autoregressive_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
 
     total, gradient = jax.jit(jax.value_and_grad(loss))(lm.params)
     yield "loss", total, golden["loss"]
-    yield from gradients(lm.rows, gradient, golden)
+    yield from gradients(lm.rows, gradient, golden, expected.AUTOREGRESSIVE_GRADIENTS)
 
     rows, num_tokens, _ = tokens_BLK.shape
     draws_BLJS1 = np.zeros((rows, num_tokens - 1, brier.ORDERS, 2, 1), np.int32)
@@ -238,7 +238,8 @@ def autoregressive_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
 
 def temperature_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
     """The published approximate sampler: how many equal draws it asks for (level), and its choice probabilities."""
-    for case in sorted({key.split("/")[0] for key in golden}):
+    recorded = {key.split("/")[0] for key in golden}
+    for case in sorted(recorded.union(expected.TEMPERATURE_CASES)):
         pool_1NK = jnp.asarray(golden[f"{case}/patches"])[None]
         count_1N = temperature.count_equal(pool_1NK)
         weight_1N, level_1 = temperature.log_weights(

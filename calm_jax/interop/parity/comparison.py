@@ -51,7 +51,8 @@ def compare(case: str, quantity: str, ours: ArrayLike, published: ArrayLike) -> 
     if ours.shape != published.shape:
         return Row(case, quantity, np.inf, np.inf)
     if not ours.size:
-        return Row(case, quantity, 0.0, 0.0)
+        # Empty arrays agree with everything, so that nothing was compared.
+        return Row(case, quantity, np.inf, np.inf)
     absolute = float(np.abs(ours.astype(np.float64) - published.astype(np.float64)).max())
     if published.dtype.kind in "iub":
         return Row(case, quantity, absolute, np.inf if absolute else 0.0)
@@ -64,10 +65,7 @@ def compare(case: str, quantity: str, ours: ArrayLike, published: ArrayLike) -> 
 
 def _cases(folder: pathlib.Path) -> Iterator[tuple[str, Callable[..., Comparisons] | None]]:
     """The name of each case of a folder, and the function that compares it; None for an unknown case."""
-    files = sorted(folder.glob("*.npz"))
-    if not files:
-        raise UserError(f"{folder} holds no golden case (*.npz)")
-    for file in files:
+    for file in sorted(folder.glob("*.npz")):
         known = [run for pattern, run in cases.CASES.items() if re.fullmatch(pattern, file.stem)]
         yield file.stem, known[0] if known else None
 
@@ -114,16 +112,20 @@ def verify(folder: pathlib.Path) -> tuple[list[Row], list[str]]:
       cannot be compared, because a file is damaged or lacks an array, is a failed row that says so.
 
     Raises:
-      UserError: if there are no cases.
+      UserError: if there is no case that this version knows.
     """
     rows: list[Row] = []
-    unknown = []
+    found = dict(_cases(folder))
+    unknown = [case for case, run in found.items() if run is None]
+    if not found:
+        raise UserError(f"{folder} holds no golden case (*.npz)")
+    if len(unknown) == len(found):
+        raise UserError(f"{folder} holds no golden case that is known; it has {unknown[0]}.npz")
     with jax.default_matmul_precision("highest"):
-        for case, run in _cases(folder):
-            if run is None:
-                unknown.append(case)
-            else:
-                rows += _compared(folder, case, run)
+        for case, run in found.items():
+            if run is not None:
+                compared = list(_compared(folder, case, run))
+                rows += compared or [_failed(case, "nothing was compared")]
     return rows, unknown
 
 

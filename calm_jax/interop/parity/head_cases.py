@@ -2,13 +2,14 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from calm_jax.interop.parity import expected
 from calm_jax.interop.parity.models import PublishedCalm
 from calm_jax.interop.parity.recorded import Arrays, Comparisons, gradients
 from calm_jax.models.heads import diffusion, flow
@@ -27,13 +28,15 @@ def _one(x: np.ndarray) -> jax.Array:
 
 
 def _head_gradients(
-    lm: PublishedCalm, loss: Callable[[Params], jax.Array], golden: Arrays
+    lm: PublishedCalm,
+    loss: Callable[[Params], jax.Array],
+    golden: Arrays,
+    names: Iterable[str],
 ) -> Comparisons:
     """Gradients of a loss that depends only on the head: those of the other parameters are zero."""
     zeros = jax.tree.map(np.zeros_like, lm.params)
-    yield from gradients(
-        lm.rows, zeros | {"head": jax.jit(jax.grad(loss))(lm.params)["head"]}, golden
-    )
+    gradient = zeros | {"head": jax.jit(jax.grad(loss))(lm.params)["head"]}
+    yield from gradients(lm.rows, gradient, golden, names)
 
 
 def _schedule(schedule: diffusion.Schedule, prefix: str, golden: Arrays) -> Comparisons:
@@ -76,7 +79,9 @@ def diffusion_head_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
         return lm.head(params, h_PD, *draws, method="loss_of_draws")
 
     yield "loss", loss(params), golden["loss"]
-    yield from _head_gradients(lm, lambda params: loss(params).mean(), golden)
+    yield from _head_gradients(
+        lm, lambda params: loss(params).mean(), golden, expected.DIFFUSION_HEAD_GRADIENTS
+    )
 
     # One reverse step from a given state.
     state, step = jnp.asarray(golden["step_x"]), jnp.asarray(golden["step_t"])
@@ -123,7 +128,7 @@ def _whole_model(lm: PublishedCalm, golden: Arrays, draws: tuple[np.ndarray, ...
 
     total, gradient = jax.jit(jax.value_and_grad(loss))(lm.params)
     yield "training loss", total, golden["train_loss"]
-    yield from gradients(lm.rows, gradient, golden)
+    yield from gradients(lm.rows, gradient, golden, expected.MODEL_GRADIENTS)
 
 
 def diffusion_model_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
@@ -150,7 +155,9 @@ def flow_head_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
         return lm.head(params, h_PD, *draws, method="loss_of_draws")
 
     yield "loss", loss(params), golden["loss"]
-    yield from _head_gradients(lm, lambda params: loss(params).mean(), golden)
+    yield from _head_gradients(
+        lm, lambda params: loss(params).mean(), golden, expected.FLOW_HEAD_GRADIENTS
+    )
 
     times = flow.integer_times(head.config.num_steps).reshape(-1)
     yield "times", times, golden["sample_t_index"]

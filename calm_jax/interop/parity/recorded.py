@@ -1,6 +1,6 @@
 """Types and helpers that all golden cases share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -54,10 +54,18 @@ def up_to_eos(tokens_BT: ArrayLike, prompt_size: int, eos_id: int) -> np.ndarray
     return np.where(behind_BT, -1, tokens_BT)
 
 
-def gradients(rows: list[names.Row], gradient: dict, golden: Arrays) -> Comparisons:
-    """Compares a gradient, a nested dict of the parameters' gradients, with every recorded `grad/NAME`."""
+def gradients(
+    rows: list[names.Row], gradient: dict, golden: Arrays, expected: Iterable[str]
+) -> Comparisons:
+    """Compares a gradient, a nested dict of the parameters' gradients, with the recorded `grad/NAME`.
+
+    Args:
+      rows: table from the parameters to published names.
+      gradient: the gradient that is computed here.
+      golden: the arrays of the case. Gradients beyond the expected ones are compared too.
+      expected: the published names of the parameters whose gradients the case has to have.
+    """
     tensors = names.write_parameters(rows, gradient)
-    for key, value in golden.items():
-        if key.startswith("grad/"):
-            name = key.removeprefix("grad/")
-            yield f"gradient {name}", tensors[name], value
+    recorded = {key.removeprefix("grad/") for key in golden if key.startswith("grad/")}
+    for name in sorted(recorded.union(expected)):
+        yield f"gradient {name}", tensors[name], golden[f"grad/{name}"]
