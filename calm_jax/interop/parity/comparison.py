@@ -85,7 +85,7 @@ def _compared(folder: pathlib.Path, case: str, run: Callable[..., Comparisons]) 
     try:
         for quantity, ours, published in run(folder / case, arrays):
             if isinstance(published, Missing):
-                yield _failed(case, f"{quantity}: {file} has no array {published.name!r}")
+                yield _failed(case, f"{file} has no array {published.name!r}")
             else:
                 yield compare(case, quantity, ours, published)
     except MissingArray as error:
