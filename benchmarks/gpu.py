@@ -4,14 +4,18 @@
 
 Each part is a command of its own with a limit of time: the planner's predictions, the quickstart, training steps of CALM-M
 (bfloat16, which has cuDNN's attention), and decoding at T = 1 and T = 1/2. A part leaves NAME.log and NAME.json in --output; a
-second call runs only the parts that have not succeeded, and the quickstart goes on where it stopped. The summary says the time and
+second call runs only the parts that have not succeeded or that have other options now, such as another --topology, and the
+quickstart goes on where it stopped. JAX gets the share of the GPU's memory that the planner assumes, unless
+XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. The summary says the time and
 the MFU of a training step beside the planner's, how far decoding is from the bound of memory bandwidth for texts of this length, and
 whether both reach their goals. With --dry_run the same parts run on this machine's CPU at tiny sizes, in the folder dry_run of
 --output, except the planner's, which need NVIDIA's compiler (`calm_jax[cuda]` has it).
 """
 
 import json
+import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import time
@@ -22,15 +26,19 @@ from absl import app, flags
 from calm_jax.cli.command import command
 from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError
+from calm_jax.planning.topology import GPU_MEMORY_SHARE
 
 _OUTPUT = flags.DEFINE_string("output", "", "folder for logs and results")
 _TOPOLOGY = flags.DEFINE_string("topology", "h100:1", "the hardware to plan for")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "tiny sizes, on the CPU")
 
+# The variable of JAX for the share of a GPU's memory that it allocates.
+_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _BATCHES = "1,8,64"
 # Tokens of a prompt, as the suite has them, and of a continuation. The bound is planned for a cache of both.
 _PROMPT, _NEW = 32, 256
-# What a step and decoding are to reach: MFU, and times the bound.
+# What a step and decoding are to reach: MFU, and times the bound. By the planner, memory bandwidth bounds the MFU of CALM-M on
+# one H100 at 46 % (docs/scaling.md): its step reaches the goal only at that bound itself, or where a real GPU's kernels move less.
 _LEAST_MFU, _MOST_TIMES = 0.45, 2.0
 # A step of 131,072 tokens (32,768 chunks); the published batch of two million tokens only repeats such microbatches.
 _CALM_M = ("--config=configs/calm_m.py", "--config.lm.training.batch_size=16")
@@ -118,23 +126,33 @@ def _parts(
 
 
 def _run(name: str, seconds: float, words: list[str], folder: pathlib.Path) -> str:
-    """Runs a part, unless it has succeeded, and returns how it went."""
-    done = folder / f"{name}.done"
+    """Runs a part, unless the same command has succeeded, and returns how it went."""
+    done, asked = folder / f"{name}.done", shlex.join(words)
     if done.exists():
-        return done.read_text(encoding="utf-8")
-    print(f"{name}: python -m {' '.join(words)}", flush=True)
+        before, _, text = done.read_text(encoding="utf-8").partition("\n")
+        if before == asked:
+            return text
+        # Results of other options must not stand in the summary if the part fails now.
+        done.unlink()
+        (folder / f"{name}.json").unlink(missing_ok=True)
+    print(f"{name}: python -m {asked}", flush=True)
     began = time.monotonic()
     with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
         try:
             status = subprocess.run(
-                [sys.executable, "-m", *words], stdout=log, stderr=log, timeout=seconds, check=False
+                [sys.executable, "-m", *words],
+                stdout=log,
+                stderr=log,
+                timeout=seconds,
+                check=False,
+                env={_SHARE: f"{GPU_MEMORY_SHARE:g}"} | os.environ,
             ).returncode
         except subprocess.TimeoutExpired:
             return f"stopped after its limit of {seconds:.0f} s; {log.name} has what it printed"
     if status:
         return f"failed with status {status}; {log.name} says why"
     text = f"done in {time.monotonic() - began:.0f} s"
-    done.write_text(text, encoding="utf-8")
+    done.write_text(f"{asked}\n{text}", encoding="utf-8")
     return text
 
 

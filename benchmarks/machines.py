@@ -2,11 +2,13 @@
 
 from typing import NamedTuple
 
+from calm_jax.planning.topology import GPU_MEMORY_SHARE
+
 # For each machine: the bytes of one device's memory that a program may use (None: those of the hardware to compile for), the
 # hardware to compile for, the devices along data and fsdp, and the microbatches of the published batch of 256 rows for CALM-M, L
 # and XL. A GPU with 24 GB is planned by compiling for an H100: its program is about the same, but not its speed.
 MACHINES = {
-    "1 x 24 GB": (0.92 * 24e9, "h100:1", 1, 1, (128, 256, 256)),
+    "1 x 24 GB": (GPU_MEMORY_SHARE * 24e9, "h100:1", 1, 1, (128, 256, 256)),
     "1 x 80 GB": (None, "h100:1", 1, 1, (32, 64, 256)),
     "8 x 80 GB": (None, "h100:8", 1, 8, (4, 8, 16)),
     "v5e-16": (None, "v5e:4x4", 1, 16, (8, 16, 16)),

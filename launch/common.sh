@@ -12,8 +12,8 @@ status=0
 # The checkout. Recipes, runs/ and prepared/ are named relative to it.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# The share of a GPU's memory that JAX allocates at the start; its own default is 0.75. The planner (calm_jax/planning/
-# topology.py) assumes 0.92.
+# The share of a GPU's memory that JAX allocates at the start; its own default is 0.75. The planner assumes this one
+# (GPU_MEMORY_SHARE in calm_jax/planning/topology.py).
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
 
 fail() {

@@ -16,6 +16,7 @@ from benchmarks.suites import evaluate, generate, startup, train
 from calm_jax.config import resolve
 from calm_jax.data.tokenizers import Vocabulary
 from calm_jax.errors import UserError
+from calm_jax.planning.topology import GPU_MEMORY_SHARE
 from configs import ar_s, bench_small
 from tests import workdirs
 from tests.tiny_model import tiny
@@ -376,9 +377,39 @@ def test_a_part_for_gpus_is_repeated_until_it_has_succeeded(tmp_path):
     assert "--requests=x" in (tmp_path / "flag.log").read_text()
     assert gpu._run("late", 0.01, ["benchmarks.load", "--help"], tmp_path).startswith("stopped")
     assert [path.name for path in tmp_path.glob("*.done")] == []
-    for words in (["calendar", "2026"], ["no_such_module"]):
-        assert gpu._run("flag", 60, words, tmp_path).startswith("done in ")
-    assert "2026" in (tmp_path / "flag.log").read_text()
+    assert gpu._run("flag", 60, ["calendar", "2026"], tmp_path).startswith("done in ")
+    log = tmp_path / "flag.log"
+    assert "2026" in log.read_text()
+    log.write_text("not run again")
+    assert gpu._run("flag", 60, ["calendar", "2026"], tmp_path).startswith("done in ")
+    assert log.read_text() == "not run again"
+
+
+def test_a_part_for_gpus_with_other_options_is_run_again(tmp_path):
+    """Results of other options are gone, even if the part fails now."""
+    assert gpu._run("part", 60, ["calendar", "2026"], tmp_path).startswith("done in ")
+    result = tmp_path / "part.json"
+    result.write_text("{}")
+    assert gpu._run("part", 60, ["calendar", "2027"], tmp_path).startswith("done in ")
+    assert "2027" in (tmp_path / "part.log").read_text() and not result.exists()
+    first, second = (gpu._parts(tmp_path, False, one) for one in ("h100:1", "h100:8"))
+    changed = {name for name in first if first[name] != second[name]}
+    assert changed == {"plan_train", "plan_decode"}
+
+
+@pytest.mark.parametrize("given", [None, "0.5"])
+def test_measurements_on_gpus_have_the_memory_that_the_planner_assumes(
+    given, tmp_path, monkeypatch
+):
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv(name, given)
+    # The module prints the variable.
+    (tmp_path / "shown.py").write_text(f"import os; print(os.environ[{name!r}])")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    gpu._run("memory", 60, ["shown"], tmp_path)
+    assert float((tmp_path / "memory.log").read_text()) == float(given or GPU_MEMORY_SHARE)
 
 
 def test_decoding_on_a_gpu_is_compared_with_its_bound(tmp_path):

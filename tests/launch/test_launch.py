@@ -14,6 +14,7 @@ import pytest
 from calm_jax.config import resolve
 from calm_jax.cost import flops
 from calm_jax.parallel.devices import ACCELERATORS
+from calm_jax.planning.topology import GPU_MEMORY_SHARE
 from configs import calm_m
 from tests.launch.stubs import CLUSTER, FOLDER, ON_PODS, POD, RECIPE, SLICE
 from tests.test_readme import defined_flags, has_key
@@ -218,3 +219,13 @@ def test_shellcheck_finds_nothing():
         disabled = re.findall(r"disable=(\w+)", pathlib.Path(script).read_text())
         # SC2016 warns of variables in single quotes, which are meant for a host's shell.
         assert set(disabled) <= {"SC2016"}, script
+
+
+def test_scripts_give_jax_the_memory_that_the_planner_assumes():
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    environment = {key: value for key, value in os.environ.items() if key != name}
+    script = f'. "{ROOT}/launch/common.sh"; echo "${name}"'
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) == GPU_MEMORY_SHARE
