@@ -95,17 +95,23 @@ def _adaln(
     return _linear(D, D) + times * steering + draws * each
 
 
+def head_evaluations(config: Config) -> int:
+    """How often in a row the head's network is evaluated for the draws of one chunk in generation."""
+    head = config.lm.head
+    if isinstance(head, FlowHeadConfig):
+        return head.num_steps * (2 if head.solver == "midpoint" else 1)
+    return head.num_steps if isinstance(head, DiffusionHeadConfig) else 1
+
+
 def head_draws(config: Config, draws: float, count: Count) -> float:
     """Drawing `draws` latents of one chunk in generation; NaN for a head that was added from outside."""
     head, D, Z = config.lm.head, config.lm.model.hidden_size, config.autoencoder.model.latent_size
     if isinstance(head, EnergyHeadConfig):
         return _energy_draws(head, D, Z, draws, shares=count is Count.OURS)
-    if isinstance(head, FlowHeadConfig):
-        calls = head.num_steps * (2 if head.solver == "midpoint" else 1)
-        return calls * _adaln(head.num_blocks, D, Z, Z, draws, 1)
-    if not isinstance(head, DiffusionHeadConfig):
+    if not isinstance(head, DiffusionHeadConfig | FlowHeadConfig):
         return math.nan
-    return head.num_steps * _adaln(head.num_blocks, D, Z, 2 * Z, draws, 1)
+    out = 2 * Z if isinstance(head, DiffusionHeadConfig) else Z
+    return head_evaluations(config) * _adaln(head.num_blocks, D, Z, out, draws, 1)
 
 
 def _head_loss(config: Config, count: Count) -> float:

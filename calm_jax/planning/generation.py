@@ -1,7 +1,8 @@
 """Plans generation on hardware that this machine lacks: compiles prefill and decode for it, and bounds their time.
 
 The bound is arithmetic: a chunk of K tokens takes at least as long as reading every weight and the whole cache once, and
-as computing its FLOPs.
+as computing its FLOPs. The network of a diffusion or flow head is evaluated many times for a chunk, and its weights are read
+each time: they are taken not to stay on the chip from one evaluation to the next.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ class DecodePlan:
       limits: lower bounds in seconds at the peak rates, by resource: for the FLOPs of `calm_jax.cost.flops`, for one reading
         of weights and cache, and for the compiled program's collectives (NaN if it does not fit), where the body of a loop
         over draws counts once.
-      one_pass: bytes of weights and cache that each device reads.
+      one_pass: bytes of weights and cache that each device reads, with those of the head for each evaluation of its network.
       moved: bytes that the compiled program moves, for one of the chunks that a call generates. NaN if it does not fit,
         and at T < 1, where the number of iterations of its loops depends on the draws.
       prefill: bytes of one device that reading prompts of half the context needs.
@@ -243,6 +244,11 @@ def _weight_bytes(config: Config, vocab_size: int) -> float:
     unread = ("token embeddings", "token predictor")
     model = sizes.language_model(config, vocab_size)
     count = sum(size for name, size in model.items() if name not in unread)
+    again = flops.head_evaluations(config) - 1
+    if again:
+        # The layer that takes the hidden state has the same result each time, and compilers compute it once.
+        width = config.lm.model.hidden_size
+        count += again * (model["head"] - width * (width + 1))
     weights = float(count * jnp.dtype(config.compute_dtype).itemsize)
     if config.has_autoencoder:
         parts = sizes.autoencoder(config, vocab_size)

@@ -13,6 +13,7 @@ import rich.table
 from calm_jax.cli.files import nan_to_none, write_atomically
 from calm_jax.cli.progress import console, duration
 from calm_jax.config import Config
+from calm_jax.cost import flops
 from calm_jax.planning.evaluation import plan_evaluations
 from calm_jax.planning.generation import TEMPERATURES, mesh_of, plan_decode, planned_batches
 from calm_jax.planning.planner import Lowered, compile_plan
@@ -187,6 +188,12 @@ def plan_generation(config: Config, topology: Topology, output: pathlib.Path) ->
         "ms a chunk is a lower bound and tokens/s an upper bound: at the hardware's peak rates, with weights and cache read "
         "once and every draw decoded completely"
     )
+    evaluations = flops.head_evaluations(config)
+    if evaluations > 1:
+        print(
+            f"the head's weights are read {evaluations} times, once for each evaluation of its network: a chip whose own memory "
+            "keeps them may be faster"
+        )
     records = [
         dataclasses.asdict(plan)
         | {"fits": plan.fits, "limit": plan.limit, "tokens_per_second": plan.tokens_per_second}

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from calm_jax.config import resolve
+from calm_jax.cost import sizes
 from calm_jax.planning import topology
 from calm_jax.planning.generation import plan_decode, planned_batches
 from calm_jax.planning.topology import Topology
@@ -46,6 +47,23 @@ def test_a_chunk_takes_one_pass_over_the_weights_and_the_cache():
     half = plan_decode(config, Here("v5e", "1x1"), 4, 0.5)
     assert (one.draws, half.draws) == (1, 16) and half.one_pass == four.one_pass
     assert half.limits["compute"] > 4 * four.limits["compute"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head", "evaluations"), [("diffusion", 7), ("flow", 14)])
+def test_the_weights_of_a_head_are_read_in_each_evaluation_of_its_network(head, evaluations):
+    recipe = quickstart.get_config(f"head={head}")
+    recipe.lm.head.num_steps, recipe.sample.sampler = 7, "pooled"
+    many = resolve(recipe)
+    with recipe.unlocked():
+        recipe.lm.head.num_steps = 14
+    more = resolve(recipe)
+    few, twice = (plan_decode(config, Here("v5e", "1x1"), 1, 1) for config in (many, more))
+    width = many.lm.model.hidden_size
+    size = sizes.language_model(many, 512)["head"] - width * (width + 1)
+    assert twice.one_pass - few.one_pass == evaluations * 4 * size
+    # It is still a bound for the compiled program.
+    assert few.moved > few.one_pass and twice.moved > twice.one_pass
 
 
 @pytest.mark.slow
