@@ -58,7 +58,7 @@ def _rows(plan: Plan, efficiency: float, price: float) -> list[tuple[str, str]]:
     again = f", and {plan.recomputed:.3g} recomputed" if plan.recomputed else ""
     rows.append(("FLOPs a step", f"{plan.flops:.4g}{again}"))
     if not math.isnan(plan.xla_flops):
-        counted = f"{plan.xla_flops:.4g}, each loop's body counted once"
+        counted = f"{plan.xla_flops:.4g}, as if each loop ran its body once"
         rows.append(("FLOPs by XLA, a device", counted))
     rows += [(f"memory: {kind}", _size(size)) for kind, size in plan.memory.items()]
     left = plan.available - plan.needed
@@ -74,7 +74,9 @@ def _rows(plan: Plan, efficiency: float, price: float) -> list[tuple[str, str]]:
         ratio = plan.traffic / plan.ideal_traffic
         rows.append(("all collectives", f"{plan.traffic / 1e9:,.3f} GB, {ratio:.2f} x ideal FSDP"))
     if plan.unknown_loops:
-        rows.append(("loops counted once", ", ".join(plan.unknown_loops)))
+        rows.append(
+            ("loops of unknown length", f"{', '.join(plan.unknown_loops)}: taken as one run")
+        )
     rows.append(("memory traffic", f"{plan.memory_traffic / 1e9:,.3f} GB a step and device"))
     seconds = plan.seconds(efficiency)
     hours = plan.hours(efficiency)
