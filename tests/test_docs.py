@@ -211,6 +211,17 @@ def test_python_examples_import_what_there_is(page):
                 assert all(exists(f"{node.module}.{name.name}") for name in node.names)
 
 
+def test_every_test_that_a_page_names_exists():
+    named = [
+        one.split("::")
+        for text in PAGES.values()
+        for one in re.findall(r"`(tests/[\w/]+\.py::\w+)`", text)
+    ]
+    assert named
+    for file, name in named:
+        assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_commit_that_a_page_names_is_in_the_history(page):
     def git(*command: str) -> subprocess.CompletedProcess:
