@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from calm_jax.cli.ownership import LOCK, owned
+from calm_jax.cli.ownership import LOCK, is_foreign, owned
 from calm_jax.errors import UserError
 
 # Bytes of the largest JSON file that is read: far more than any has, and far less than would fill the memory.
@@ -213,11 +213,16 @@ def unfinished_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
       flag: the flag that names it, for messages.
 
     Raises:
-      UserError: if another process owns it, or if it cannot be written.
+      UserError: if another process owns it, if it cannot be written, or if it holds files and no lock of a command.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     if unfinished.is_symlink():
         raise UserError(f"{unfinished}, where {flag}={path} is made, is a symbolic link: delete it")
+    with os_errors(unfinished, "read"):
+        if is_foreign(unfinished):
+            raise UserError(
+                f"{unfinished}, where {flag}={path} is made, holds files that no command left there: move it away"
+            )
     with owned(unfinished, f"{flag}={path}"):
         locked = os.stat(unfinished / LOCK)
         try:

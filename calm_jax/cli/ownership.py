@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import pathlib
+import re
 import socket
 import sys
 import time
@@ -25,18 +26,65 @@ LOCK = "lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
+# What `_sign` writes. After a power cut it may be bytes of zero.
+_SIGNATURE = re.compile(
+    rb"process \d+ on [^\n]+ since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC|\0{0,200}"
+)
+# More bytes than a signature has.
+_MOST_BYTES = 500
+
+
 def _sign(lock: int) -> None:
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     os.truncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()} since {now}".encode(), 0)
 
 
+def _refuse_foreign(content: bytes, folder: pathlib.Path, flag: str) -> None:
+    if not _SIGNATURE.fullmatch(content):
+        raise UserError(
+            f"{flag} cannot be written: {folder / LOCK} is no lock of calm_jax but another file, which would be lost: give "
+            "another folder, or move the file away"
+        )
+
+
+def _content(folder: pathlib.Path) -> bytes:
+    """The first bytes of the file `lock`. Raises `OSError` if it is missing or no file."""
+    # A pipe that nobody writes to would block an ordinary open.
+    with open(
+        folder / LOCK, "rb", opener=lambda name, mode: os.open(name, mode | os.O_NONBLOCK)
+    ) as file:
+        return file.read(_MOST_BYTES)
+
+
 def _owner(folder: pathlib.Path) -> str:
     try:
-        with open(folder / LOCK, encoding="utf-8", errors="replace") as file:
-            return file.read(200)
+        content = _content(folder).strip(b"\0")
     except OSError:
         return ""
+    return content.decode(errors="replace") if _SIGNATURE.fullmatch(content) else ""
+
+
+def is_foreign(folder: pathlib.Path) -> bool:
+    """Whether a folder holds files and no lock that `owned` made, so that no command, not even a killed one, left the files.
+
+    A folder with nothing but a file `lock` is left to `owned`. Raises `OSError` if something cannot be read.
+    """
+
+    def has_files() -> bool:
+        try:
+            return bool(set(os.listdir(folder)) - {LOCK})
+        except FileNotFoundError:
+            return False
+
+    def has_our_lock() -> bool:
+        try:
+            return bool(_SIGNATURE.fullmatch(_content(folder)))
+        except (FileNotFoundError, IsADirectoryError):
+            return False
+
+    # Asked twice: a command makes the lock before its files and deletes it after them, perhaps at this moment.
+    return has_files() and not has_our_lock() and has_files()
 
 
 def _is_file(path: pathlib.Path, file: os.stat_result) -> bool:
@@ -63,11 +111,17 @@ def owned(folder: pathlib.Path, flag: str) -> Iterator[Callable[[], None]]:
       or replaced.
 
     Raises:
-      UserError: if another process owns the folder, or if it cannot be written.
+      UserError: if another process owns the folder, if it cannot be written, or if its file `lock` is somebody else's.
     """
+
+    def sign(lock: int) -> None:
+        # Checked under the lock: its owner may be writing the content.
+        _refuse_foreign(os.pread(lock, _MOST_BYTES, 0), folder, flag)
+        _sign(lock)
+
     missing = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
     lock = filelock.FileLock(
-        folder / LOCK, timeout=0, fallback_to_soft=False, preserve_lock_file=True, on_acquired=_sign
+        folder / LOCK, timeout=0, fallback_to_soft=False, preserve_lock_file=True, on_acquired=sign
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,6 +134,8 @@ def owned(folder: pathlib.Path, flag: str) -> Iterator[Callable[[], None]]:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise UserError(f"{flag} cannot be written: {error.strerror or error}") from error
+        # The hook that checks it was not called, and the content is deleted at the end.
+        _refuse_foreign(_content(folder), folder, flag)
         print(
             f"note: {flag} is on a file system without locks: let no other command write to it",
             file=sys.stderr,

@@ -32,7 +32,7 @@ import jax
 from jax.sharding import Mesh
 
 from calm_jax.cli.files import empty, os_errors, read_json, write_atomically
-from calm_jax.cli.ownership import LOCK, owned
+from calm_jax.cli.ownership import LOCK, is_foreign, owned
 from calm_jax.config import Config, as_dict, as_json, differing_keys, leaves, resolve
 from calm_jax.data.corpus import Corpus, Source
 from calm_jax.data.documents import Document
@@ -239,12 +239,26 @@ class Workdir:
             if not self.path.is_dir():
                 raise UserError(f"--workdir={self.path} is a file")
             with os_errors(f"--workdir={self.path}", "read"):
-                names = {entry.name for entry in self.path.iterdir()}
-            # These may be left by a run that was killed while it made its workdir.
-            if names - {LOCK, "tokenizer", "corpus.json", "corpus.json.tmp", "config.json.tmp"}:
+                may_be_lost = not is_foreign(self.path) and self._is_half_made()
+            if not may_be_lost:
                 raise UserError(
                     f"--workdir={self.path} is no workdir of calm_jax and is not empty: give another folder"
                 )
+
+    def _is_half_made(self) -> bool:
+        """Whether everything in the folder looks like what a command leaves that was killed while it made its workdir."""
+        names = {entry.name for entry in self.path.iterdir()}
+        if names - {LOCK, "tokenizer", "corpus.json", "corpus.json.tmp", "config.json.tmp"}:
+            return False
+        # An empty file `lock` may be somebody else's, so that the contents count, too.
+        saved = {entry.name.removesuffix(".tmp") for entry in self.path.glob("tokenizer/*")}
+        if saved - {"model", "description.json"} or (self.path / "tokenizer").is_symlink():
+            return False
+        try:
+            _ = "corpus.json" in names and self.stored_corpus()
+        except UserError:
+            return False
+        return True
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[Callable[[], None]]:

@@ -14,7 +14,7 @@ import pytest
 
 from calm_jax.cli.files import atomic_folder
 from calm_jax.cli.output import owned_file
-from calm_jax.cli.ownership import owned
+from calm_jax.cli.ownership import is_foreign, owned
 from calm_jax.errors import UserError
 from tests.workdirs import ROOT
 
@@ -151,3 +151,50 @@ def test_a_file_system_without_locks_is_named_and_no_obstacle(tmp_path, monkeypa
     with pytest.raises(ZeroDivisionError), owned(tmp_path / "other", "--flag"):
         raise ZeroDivisionError
     assert os.listdir(tmp_path) == ["folder"]
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_file_named_lock_that_is_somebody_elses_is_kept(locks, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", refuse)
+    (tmp_path / "mine").write_text("precious")
+    os.link(tmp_path / "mine", tmp_path / "lock")
+    with (
+        pytest.raises(UserError, match=r"^--flag cannot be written: .*lock is no lock of calm_jax"),
+        owned(tmp_path, "--flag"),
+    ):
+        pass
+    assert (tmp_path / "mine").read_text() == (tmp_path / "lock").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "left", [b"", b"process 7 on a-b.example since 2026-01-02 03:04:05 UTC", bytes(57)]
+)
+def test_the_lock_of_a_killed_command_is_taken_over(left, tmp_path):
+    """Its content after a power cut, which may be zeros, included."""
+    (tmp_path / "lock").write_bytes(left)
+    (tmp_path / "half").touch()
+    assert not is_foreign(tmp_path)
+    with owned(tmp_path, "--flag"):
+        assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert (tmp_path / "lock").read_bytes() == b""
+
+
+@pytest.mark.parametrize("lock", [None, "mine"])
+def test_a_folder_of_somebody_else_where_a_new_one_is_made_is_kept(lock, tmp_path):
+    unfinished = tmp_path / ".new.unfinished"
+    unfinished.mkdir()
+    (unfinished / "file").write_text("precious")
+    if lock:
+        (unfinished / "lock").write_text(lock)
+    before = sorted(os.listdir(unfinished))
+    refused = pytest.raises(
+        UserError, match=r"\.new\.unfinished, .* holds files that no command left"
+    )
+    with refused, atomic_folder(tmp_path / "new", "--target"):
+        pass
+    assert sorted(os.listdir(unfinished)) == before
+    assert (unfinished / "file").read_text() == "precious"

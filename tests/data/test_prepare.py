@@ -462,6 +462,15 @@ def test_an_output_with_only_the_first_files_of_a_killed_command_is_accepted(
     accepted(prepare(arguments(files, tmp_path / "out")))
 
 
+def test_an_output_with_only_files_of_somebody_else_is_refused_and_kept(tmp_path, files, prepare):
+    for number, name in enumerate(("lock", "inputs.json.mine")):
+        output = tmp_path / f"out{number}"
+        output.mkdir()
+        (output / name).write_text("precious")
+        refused(prepare(arguments(files, output)), f"--output={output}")
+        assert contents(output) == {name: b"precious"}
+
+
 def test_a_task_ends_when_the_marker_of_its_run_is_gone(tmp_path):
     """The workers of a running cluster outlive a command that was killed."""
     with pytest.raises(Stopped):

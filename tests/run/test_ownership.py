@@ -1,5 +1,6 @@
 """Two commands on one workdir: the second is refused and changes nothing, and a killed one is taken over."""
 
+import json
 import os
 import re
 import shutil
@@ -76,3 +77,56 @@ def test_training_ends_with_an_error_when_its_workdir_is_deleted(
     with pytest.raises(UserError, match=rf"^--workdir={workdir} was deleted, moved or replaced"):
         recipe.run_training(resolve(tree), Workdir(workdir), False, Profile(-1, -1, ""))
     assert not workdir.exists()
+
+
+OURS = {"train": {"documents": 1, "characters": 2, "fingerprint": "0123456789abcdef"}}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"corpus.json": '{"text": "precious"}'},
+        {"corpus.json": json.dumps(OURS)},
+        {"tokenizer/model": "precious"},
+        {"lock": "", "corpus.json": '{"text": "precious"}'},
+        {"lock": "", "tokenizer/vocabulary": "precious"},
+        {"lock": "precious", "corpus.json": json.dumps(OURS)},
+        {"lock": "precious"},
+    ],
+)
+def test_the_files_of_somebody_else_are_no_begun_workdir(files, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    refused = pytest.raises(
+        UserError, match=r"^--workdir=.* (is no workdir|is no lock) of calm_jax"
+    )
+    with refused, Workdir(tmp_path).owned():
+        pass
+    assert {
+        str(path.relative_to(tmp_path)): path.read_text()
+        for path in tmp_path.rglob("*")
+        if path.is_file()
+    } == files
+
+
+def test_what_a_killed_command_left_of_a_workdir_is_taken_over(tmp_path):
+    """The files in the order in which they are made; each may be the last."""
+    signed = "process 7 on host since 2026-01-02 03:04:05 UTC"
+    for lock in ("", signed):
+        folder = tmp_path / f"lock of {len(lock)} bytes"
+        folder.mkdir()
+        steps = {
+            "lock": lock,
+            "tokenizer/model.tmp": "",
+            "tokenizer/model": "",
+            "tokenizer/description.json": "{}",
+            "corpus.json.tmp": "{",
+            "corpus.json": json.dumps(OURS),
+            "config.json.tmp": "{",
+        }
+        for name, text in steps.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(text)
+            with Workdir(folder).owned():
+                pass

@@ -9,7 +9,7 @@ from typing import Any
 
 from calm_jax.cli.clock import ends_if_set_back
 from calm_jax.cli.files import os_errors, read_json, write_atomically
-from calm_jax.cli.ownership import LOCK, owned
+from calm_jax.cli.ownership import LOCK, is_foreign, owned
 from calm_jax.data.prepare import make_shards, scan
 from calm_jax.data.prepare.cluster import Cluster, Progress
 from calm_jax.data.prepare.options import KEY, Input, Options
@@ -27,8 +27,9 @@ def _refuse_foreign(output: pathlib.Path) -> None:
     with os_errors(f"--output={output}", "made"):
         output.mkdir(parents=True, exist_ok=True)
         names = {entry.name for entry in output.iterdir()}
-    # A run that was killed before it wrote inputs.json leaves only these.
-    others = {name for name in names if name != LOCK and not name.startswith("inputs.json.")}
+        # A run that was killed before it wrote inputs.json leaves only these.
+        left = {name for name in names if name == LOCK or name.startswith("inputs.json.")}
+        others = bool(names - left) or is_foreign(output)
     if others and "inputs.json" not in names:
         raise UserError(
             f"--output={output} is not empty and holds no prepared text: give another folder"
