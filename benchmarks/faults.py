@@ -573,7 +573,7 @@ def _change_text(job: Job, output: pathlib.Path, found: Disturbance, chance: ran
         if chance.random() < 0.5:
             path.unlink()
         else:
-            path.write_bytes(content[::-1])
+            path.write_bytes(_with_other_part(content, chance))
         found.changed = _end(_start(job.arguments(output), log))
     finally:
         path.write_bytes(content)
@@ -586,6 +586,16 @@ def _change_text(job: Job, output: pathlib.Path, found: Disturbance, chance: ran
     elif found.changed == 0:
         # The command had not begun or had nothing left to do, so it took the changed text: the next call begins anew.
         shutil.rmtree(output, ignore_errors=True)
+
+
+def _with_other_part(content: bytes, chance: random.Random) -> bytes:
+    """Changes a random part of a text, which remains text of the same length."""
+    begin = chance.randrange(len(content))
+    end = chance.randint(begin + 1, len(content))
+    part = content[begin:end].translate(bytes.maketrans(b"aio", b"oai"))
+    changed = content[:begin] + part + content[end:]
+    # The part may have none of these letters.
+    return changed if changed != content else content[::-1]
 
 
 def _log_of(output: pathlib.Path) -> pathlib.Path:

@@ -152,6 +152,18 @@ def test_what_a_fault_finds_on_the_disk_is_recorded(tmp_path):
     assert (found.stage, found.written) == ("autoencoder", 0.5)
 
 
+def test_a_changed_text_differs_anywhere_and_remains_text():
+    texts = [json.dumps({"text": "aio" * n}).encode() for n in range(1, 40)]
+    for seed, content in enumerate(texts):
+        other = faults._with_other_part(content, random.Random(seed))
+        assert other != content and len(other) == len(content)
+    content = texts[-1]
+    others = [faults._with_other_part(content, random.Random(seed)) for seed in range(50)]
+    assert sum(other[:30] == content[:30] for other in others) > 10
+    assert sum(other[-30:] == content[-30:] for other in others) > 5
+    assert sum(set(json.loads(other)) == {"text"} for other in others if other[:1] == b"{") > 40
+
+
 def test_a_changed_text_is_restored(tmp_path):
     (tmp_path / "text").mkdir()
     contents = {f"{n}.txt": f"text {n}".encode() for n in range(4)}

@@ -163,7 +163,7 @@ class PreparedText:
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
-        self.index = _read_index(folder)
+        self.index = read_index(folder)
         self._shards = self.index["shards"]
         self.num_documents, self.num_tokens = self.index["documents"], self.index["tokens"]
         self.options: dict = self.index["options"]
@@ -311,7 +311,8 @@ def _is_whole(index: dict) -> bool:
     )
 
 
-def _read_index(folder: pathlib.Path) -> dict:
+def read_index(folder: pathlib.Path) -> dict:
+    """The index of a folder, of which parts may be missing. Raises `UserError` if it is missing or damaged."""
     path = folder / INDEX
     try:
         index = read_json(path)

@@ -471,6 +471,43 @@ def test_an_output_with_only_files_of_somebody_else_is_refused_and_kept(tmp_path
         assert contents(output) == {name: b"precious"}
 
 
+def with_other_letters(data: bytes, part: slice) -> bytes:
+    """A text of the same size, and of the same first and last bytes, that differs in a part."""
+    return data[: part.start] + data[part].replace(b"sheep", b"goats") + data[part.stop :]
+
+
+@pytest.mark.parametrize("text", ["of a shard that is made", "of a shard that is missing"])
+@pytest.mark.parametrize("was_complete", [False, True])
+def test_a_change_within_a_file_after_the_first_pass_is_refused(
+    text, was_complete, tmp_path, prepare
+):
+    """Its signature, of its size and of its first and last MiB, does not change."""
+    file, output = tmp_path / "a.jsonl", tmp_path / "out"
+    data = json_lines(f"here are {number} sheep " * 150 for number in range(2000))
+    file.write_bytes(data)
+    asked = arguments([file], output, "--shard_characters=900000")
+    accepted(prepare(asked))
+    whole = finished(output)
+    shards = sorted(output.glob("shard-*"))
+    assert len(shards) > 3
+    is_made = text == "of a shard that is made"
+    shutil.rmtree(shards[0 if is_made else len(shards) // 2])
+    if not was_complete:
+        (output / "index.json").unlink()
+        laid_out(output, [file], options(shard_characters=900_000))
+    file.write_bytes(with_other_letters(data, slice(len(data) // 2, len(data) * 6 // 10)))
+    left = set(output.glob("shard-*"))
+    if is_made and was_complete:
+        # The missing shard is as it was, so that the output is.
+        accepted(prepare(asked))
+    else:
+        refused(prepare(asked), "changed: delete" if was_complete else f"{file} has changed since")
+        assert set(output.glob("shard-*")) == left
+        file.write_bytes(data)
+        accepted(prepare(asked))
+    assert finished(output) == whole
+
+
 def test_a_task_ends_when_the_marker_of_its_run_is_gone(tmp_path):
     """The workers of a running cluster outlive a command that was killed."""
     with pytest.raises(Stopped):

@@ -149,7 +149,7 @@ def test_a_task_whose_workers_keep_dying_ends_with_one_line(tmp_path, large):
     output = tmp_path / "out"
     asked = [*large[0], "--shard_characters=1000000000", f"--output={output}", "--workers=1"]
     command = start(PREPARE, *asked)
-    wait_until(lambda: (output / "work" / "layout.json").exists())
+    wait_until(lambda: (output / "work" / "checked.json").exists())
     while command.poll() is None:
         time.sleep(0.6)
         with contextlib.suppress(psutil.Error):
@@ -207,7 +207,7 @@ def test_ctrl_c_while_the_workers_start_prints_one_line(tmp_path, large):
 def test_a_command_killed_in_the_first_pass_can_be_resumed(tmp_path, large):
     output = tmp_path / "out"
     asked = [*large[0], f"--output={output}", "--workers=1", "--deduplicate"]
-    for wait in ("lock", "work", "work/scanned-00000.json"):
+    for wait in ("lock", "work", "work/checked-00000.json"):
         command = start(PREPARE, *asked)
         wait_until(lambda wait=wait: (output / wait).exists() or (output / "index.json").exists())
         command.kill()

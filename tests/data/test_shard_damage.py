@@ -148,7 +148,7 @@ def test_a_damaged_shard_json_is_an_error_or_changes_nothing_when_the_index_is_w
 @pytest.mark.parametrize(
     "name, old, new",
     [
-        ("layout.json", b"3", b"4"),
+        ("checked.json", b"3", b"4"),
         ("copies.json", b"1", b"2"),
         ("copies.rows", b"\2\0", b"\1\0"),
     ],

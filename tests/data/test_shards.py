@@ -15,6 +15,7 @@ from calm_jax.data.prepare import make_shards, scan, work_files
 from calm_jax.data.prepare import options as inputs_lib
 from calm_jax.data.shards import left_out, prepared_blocks
 from calm_jax.data.tokenizers import TokenizerConfig, make_tokenizer
+from calm_jax.errors import UserError
 from tests.data.preparing import (
     BYTES,
     all_in_one,
@@ -332,3 +333,41 @@ def test_a_shard_made_by_another_worker_is_kept(tmp_path):
     before = contents(tmp_path / "out")
     make_shards.make_shards(tmp_path / "out", layout.work, asked, no_report, (0, 1))
     assert contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("packing", ["all", "published"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_no_document_of_a_changed_text_gets_into_a_shard(name, packing, tmp_path, monkeypatch):
+    """Checks end at marks and, to bound the memory, between them; shards may begin within what a check covers."""
+    monkeypatch.setattr("calm_jax.data.prepare.scan._CHECKED", 500)
+    monkeypatch.setattr("calm_jax.data.prepare.options._signature", lambda file: "the same")
+    block_tokens = 8 if packing == "published" else 0
+    asked = options(packing=packing, block_tokens=block_tokens, shard_characters=40_000)
+    texts = random_texts(7, 4000, 60)
+
+    def write(texts) -> None:
+        if name == "a.parquet":
+            write_parquet(tmp_path / name, texts)
+        else:
+            data = json_lines(texts)
+            (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+
+    write(texts)
+    layout = laid_out(tmp_path, [tmp_path / name], asked)
+    assert layout.num_shards > 1
+    assert len(layout.files[0]["checks"]) > len(layout.files[0]["marks"])
+    for number in range(0, len(texts), 397):
+        write([*texts[:number], "not " + texts[number], *texts[number + 1 :]])
+        good = []
+        with pytest.raises(UserError, match="has changed since the preparation began"):
+            for place, document in layout.documents(0, len(texts), asked):
+                good.append((place, document.text))
+        assert good == list(enumerate(texts[: len(good)])) and len(good) <= number
+    write(texts[:-1])
+    with pytest.raises(UserError, match="has changed since the preparation began"):
+        list(layout.documents(layout.bounds[-2], len(texts), asked))
+    write(texts)
+    for first, stop in itertools.pairwise([0, 1, 700, *layout.bounds[1:]]):
+        if first < stop:
+            found = [(place, one.text) for place, one in layout.documents(first, stop, asked)]
+            assert found == list(enumerate(texts))[first:stop]

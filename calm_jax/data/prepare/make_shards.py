@@ -29,6 +29,7 @@ from calm_jax.data.shards import (
     REMAINDERS,
     SHARD,
     ShardWriter,
+    read_index,
     sha256,
 )
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
@@ -37,6 +38,8 @@ from calm_jax.errors import UserError
 _AGAIN = "delete this folder and give the same command again"
 # Seconds between a worker's reports of progress.
 _REPORT_EVERY = 0.5
+# Documents between its reports while it only reads.
+_DOCUMENTS_OF_REPORT = 5000
 
 
 def shard_name(number: int, num_shards: int) -> str:
@@ -85,6 +88,7 @@ def make_shards(
     todo = {n for n in range(*run) if not _is_whole(output / shard_name(n, layout.num_shards))}
     if not todo:
         return
+    known = _indexed(output)
     documents = layout.documents(bounds[min(todo)], bounds[max(todo) + 1], options)
     by_shard = itertools.groupby(documents, lambda item: bisect.bisect_right(bounds, item[0]) - 1)
     for number, items in by_shard:
@@ -94,7 +98,15 @@ def make_shards(
         kept = ((n, document) for n, document in items if n not in copies)
         path = output / shard_name(number, layout.num_shards)
         with os_errors(path, "written"):
-            _make_shard(path, work, kept, tokenizer, options, report)
+            _make_shard(path, work, kept, tokenizer, options, report, known.get(path.name))
+
+
+def _indexed(output: pathlib.Path) -> dict[str, dict]:
+    """The checksums of each shard in the index of a folder that was complete once; none without a readable index."""
+    try:
+        return {shard["name"]: shard["sha256"] for shard in read_index(output)["shards"]}
+    except UserError:
+        return {}
 
 
 @functools.lru_cache(maxsize=1)
@@ -106,6 +118,19 @@ def _tokenizer(folder: pathlib.Path, description: str) -> Tokenizer:
     return load_tokenizer(folder)
 
 
+def check_text(work: pathlib.Path, options: Options, report: Report, file: int) -> None:
+    """A worker's task: reads an input file, by its number. Raises `UserError` if its text has changed since the first pass."""
+    layout = Layout.load(work)
+    first, stop = layout.first_document[file : file + 2].tolist()
+    documents = characters = 0
+    for _, document in layout.documents(first, stop, options):
+        documents, characters = documents + 1, characters + len(document.text)
+        if documents == _DOCUMENTS_OF_REPORT:
+            report(documents, characters, 0)
+            documents = characters = 0
+    report(documents, characters, 0)
+
+
 def _make_shard(
     path: pathlib.Path,
     work: pathlib.Path,
@@ -113,6 +138,7 @@ def _make_shard(
     tokenizer: Tokenizer,
     options: Options,
     report: Report,
+    known: dict | None,
 ) -> None:
     # Two workers may make the same shard, if Dask took the first for dead, so each writes into a folder of its own.
     beside = work / f"{path.name}.{uuid.uuid4().hex}"
@@ -124,6 +150,12 @@ def _make_shard(
                 framed = whole_blocks(framed, options.block_tokens)
             for tokens in framed:
                 writer.add(tokens)
+        # The work files, with the checksums of the text, are deleted when a folder is complete.
+        if known is not None and _about(beside)["sha256"] != known:
+            raise UserError(
+                f"{path.name} is missing, and cannot be made again as it was, because the input has changed: delete "
+                f"{path.parent}, or give another --output"
+            )
         if path.exists() and not _is_whole(path):
             shutil.rmtree(path)
         try:

@@ -137,9 +137,7 @@ class Input:
         """Raises `UserError` if a file, given by its place in `files`, has changed."""
         file = self.files[number]
         if _signed(file) != self.states[number]:
-            raise UserError(
-                f"{KEY}: {file} has changed since the preparation began: delete the output, or give another one"
-            )
+            raise changed(file)
 
     def groups(self) -> list[tuple[int, int]]:
         """The files of each scanning task, as pairs of indices into `files`: the first file, and the one after the last."""
@@ -150,6 +148,13 @@ class Input:
                 groups.append((first, number + 1))
                 first, size = number + 1, 0
         return groups + ([(first, len(self.files))] if first < len(self.files) else [])
+
+
+def changed(file: str) -> UserError:
+    """The error for an input file that has changed."""
+    return UserError(
+        f"{KEY}: {file} has changed since the preparation began: delete the output, or give another one"
+    )
 
 
 def _signed(file: str) -> str:

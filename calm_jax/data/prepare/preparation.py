@@ -61,7 +61,7 @@ def _begin(output: pathlib.Path, about: dict) -> None:
     """Writes inputs.json. Raises `UserError` if the folder holds results of other options or inputs."""
     other = _differences(output, about)
     # Without results (after an error such as a wrong field name) the preparation simply starts anew.
-    if other and any((*output.glob("shard-*"), *output.glob("work/scanned-*.json"))):
+    if other and any((*output.glob("shard-*"), *output.glob("work/checked-*.json"))):
         key, then, now = other[0]
         raise UserError(
             f"--output={output} was begun with {key}={then!r}, not {now!r}: give another folder, or delete it"
@@ -112,7 +112,7 @@ def _runs(layout: Layout, numbers: Sequence[int], num_workers: int) -> list[tupl
 
 def _make_layout(cluster: Cluster, work: pathlib.Path, inputs: Input, options: Options) -> Layout:
     """Does the first pass, without the steps that an earlier run finished."""
-    if (work / "layout.json").exists():
+    if scan.layout_path(work).exists():
         return Layout.load(work)
     groups = range(len(inputs.groups()))
     todo = [group for group in groups if not scan.scan_path(work, group).exists()]
@@ -131,6 +131,19 @@ def _make_layout(cluster: Cluster, work: pathlib.Path, inputs: Input, options: O
     layout = Layout(work, inputs, files, scan.shard_bounds(files, options, copies_N))
     layout.save()
     return layout
+
+
+def _check_touched(cluster: Cluster, work: pathlib.Path, layout: Layout, options: Options) -> None:
+    """Raises `UserError` if the text of a file has changed since the first pass.
+
+    Complete shards may hold what was there before the change. All other text is checked when it is read again.
+    """
+    with os_errors(KEY, "read"):
+        touched = layout.touched()
+    if touched:
+        progress = Progress("checking", sum(layout.files[n]["documents"] for n in touched))
+        call = functools.partial(make_shards.check_text, work, options, cluster.report)
+        cluster.run(call, touched, progress)
 
 
 def prepare(
@@ -175,6 +188,9 @@ def prepare(
         _begin(output, about)
         with os_errors(output, "written"):
             tokenizer.save(output / "tokenizer")
+            if (output / INDEX).exists():
+                # The folder was complete once. An attempt to mend it may have read another text than that of the index.
+                shutil.rmtree(work, ignore_errors=True)
             work.mkdir(exist_ok=True)
             _clean(work)
         with (
@@ -183,6 +199,8 @@ def prepare(
         ):
             layout = _make_layout(cluster, work, inputs, options)
             todo = make_shards.pending(output, layout.num_shards)
+            if len(todo) < layout.num_shards:
+                _check_touched(cluster, work, layout, options)
             progress = Progress("tokenising", sum(map(layout.num_kept, todo)))
             call = functools.partial(make_shards.make_shards, output, work, options, cluster.report)
             cluster.run(call, _runs(layout, todo, cluster.num_workers), progress)

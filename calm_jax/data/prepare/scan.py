@@ -8,17 +8,18 @@ of a long text counts as a document.
 import collections
 import dataclasses
 import functools
+import itertools
 import pathlib
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from calm_jax.data.documents import Document, digest_of, read_file
-from calm_jax.data.files import Place, is_seekable
+from calm_jax.data.files import Place, is_seekable, state
 from calm_jax.data.packing import PUBLISHED_GROUP
-from calm_jax.data.prepare.options import KEY, Input, Options
+from calm_jax.data.prepare.options import KEY, Input, Options, changed
 from calm_jax.data.prepare.work_files import read_rows, read_value, write_rows, write_value
-from calm_jax.errors import UserError
 
 # Digests that are collected in memory before they are written to a file.
 _SEGMENT = 2**20
@@ -26,6 +27,8 @@ _SEGMENT = 2**20
 _PARTITION = 2**21
 # Marks (places where reading can begin) in the text of one shard.
 _MARKS = 16
+# Characters of documents that share a checksum, at least. The second pass holds them in memory until they are checked.
+_CHECKED = 2**24
 # A document's key has its number within its file in the low 40 bits, and the file's number above them.
 _FILE_SHIFT = 40
 # The file with the numbers of all copies.
@@ -36,13 +39,20 @@ Report = Callable[[int, int, int], None]
 
 def scan_path(work: pathlib.Path, group: int) -> pathlib.Path:
     """The file with the results of `scan` for a group of input files."""
-    return work / f"scanned-{group:05}.json"
+    return work / f"checked-{group:05}.json"
+
+
+def layout_path(work: pathlib.Path) -> pathlib.Path:
+    """The file of the layout. Earlier versions wrote other names, without checks: with them the first pass is repeated."""
+    return work / "checked.json"
 
 
 def scan(work: pathlib.Path, inputs: Input, options: Options, report: Report, group: int) -> None:
-    """Reads a group of files once, and writes the counts and marks of each to `scan_path`.
+    """Reads a group of files once, and writes the counts, marks and checks of each to `scan_path`.
 
-    A mark is a place where reading can begin: `(documents, characters, records, bytes)` of the file before it. With
+    A mark is a place where reading can begin: `(documents, characters, records, bytes)` of the file before it. A check is
+    `(documents, crc32)`: a number of documents of the file, and the checksum of those since the last check. One ends at each
+    mark. `state` is the file's size and time. The checksums show a change of the text before the second pass, which the files' signatures do not cover. With
     `deduplicate` also writes the digests of all documents, and their files' names, for `find_copies`.
 
     Args:
@@ -57,14 +67,21 @@ def scan(work: pathlib.Path, inputs: Input, options: Options, report: Report, gr
     found = []
     for number in range(first, stop):
         inputs.check(number)
+        before = state(inputs.files[number])
         left_out: collections.Counter = collections.Counter()
         documents = characters = marked = 0
         marks: list[tuple[int, int, int, int]] = []
+        checks: list[tuple[int, int]] = []
+        checked, crc32 = (0, 0), 0
         reported = documents, characters
         for place, pieces in read_file(
             inputs.files[number], KEY, options.reading, left_out, Place(0, 0)
         ):
-            if not marks or characters - marked >= options.shard_characters // _MARKS:
+            is_mark = not marks or characters - marked >= options.shard_characters // _MARKS
+            if documents > checked[0] and (is_mark or characters - checked[1] >= _CHECKED):
+                checks.append((documents, crc32))
+                checked, crc32 = (documents, characters), 0
+            if is_mark:
                 marks.append((documents, characters, place.number, place.offset))
                 marked = characters
                 report(documents - reported[0], characters - reported[1], 0)
@@ -74,12 +91,17 @@ def scan(work: pathlib.Path, inputs: Input, options: Options, report: Report, gr
                     digests.add(piece, (number << _FILE_SHIFT) + documents)
                 documents += 1
                 characters += len(piece.text)
+                crc32 = _checksum(piece, crc32)
+        if documents > checked[0]:
+            checks.append((documents, crc32))
         report(documents - reported[0], characters - reported[1], 0)
         found.append(
             {
                 "documents": documents,
                 "characters": characters,
                 "marks": marks,
+                "checks": checks,
+                "state": before,
                 "left_out": dict(left_out),
             }
         )
@@ -87,8 +109,14 @@ def scan(work: pathlib.Path, inputs: Input, options: Options, report: Report, gr
     write_value(scan_path(work, group), {"files": found, "digests": segments})
 
 
+def _checksum(document: Document, crc32: int) -> int:
+    """The checksum of some documents and one more; `crc32` is that of the documents before."""
+    text = document.text.encode("utf-8")
+    return zlib.crc32(text, zlib.crc32(len(text).to_bytes(8, "big"), crc32))
+
+
 def scanned(work: pathlib.Path, groups: Iterable[int]) -> tuple[list[dict], list[str]]:
-    """The results of `scan` for some groups: the counts and marks of each input file, and the names of all files of digests.
+    """The results of `scan` for some groups: the counts, marks and checks of each input file, and the names of all files of digests.
 
     Raises `UserError` if a result is damaged.
     """
@@ -180,6 +208,15 @@ class Layout:
         first, stop = self.bounds[shard], self.bounds[shard + 1]
         return stop - first - len(self.copies(first, stop))
 
+    def touched(self) -> list[int]:
+        """The numbers of the input files that were written to since they were scanned; of the local ones only."""
+        found = []
+        for number, name in enumerate(self.inputs.files):
+            now = state(name)
+            if now is not None and list(now) != self.files[number]["state"]:
+                found.append(number)
+        return found
+
     def can_begin_at(self, document: int) -> bool:
         """Whether reading can begin at a document without decompressing the file before it."""
         file = self._file_of(document)
@@ -194,44 +231,53 @@ class Layout:
 
         Raises `UserError` if an input file has changed since it was scanned.
         """
-        # `read_file` counts into it. The count is not used, because `scan` has counted these records.
-        left_out: collections.Counter = collections.Counter()
         file = self._file_of(first)
         while first < stop:
             self.inputs.check(file)
             base = int(self.first_document[file])
-            marks = [mark for mark in self.files[file]["marks"] if mark[0] <= first - base]
-            number = base
-            if marks:
-                inside, _, record, offset = marks[-1]
-                number, place = base + inside, Place(record, offset)
-                name = self.inputs.files[file]
-                for _, pieces in read_file(name, KEY, options.reading, left_out, place):
-                    for piece in pieces:
-                        if first <= number < stop:
-                            yield number, piece
-                        number += 1
-                    if number >= stop:
-                        break
-            if number < min(stop, int(self.first_document[file + 1])):
-                # A change in the middle of a file, which its signature does not cover, may remove documents.
-                raise UserError(
-                    f"{KEY}: {self.inputs.files[file]} has fewer documents than when it was scanned"
-                )
+            for number, piece in self._checked(file, first - base, stop - base, options):
+                yield base + number, piece
             self.inputs.check(file)
             file += 1
             first = max(first, int(self.first_document[file]))
 
+    def _checked(
+        self, file: int, first: int, stop: int, options: Options
+    ) -> Iterator[tuple[int, Document]]:
+        """The documents of one file from `first` to `stop`, with their numbers in the file, each after its check."""
+        about, name = self.files[file], self.inputs.files[file]
+        marks = [mark for mark in about["marks"] if mark[0] <= first]
+        if not marks:
+            return
+        begin, _, record, offset = marks[-1]
+        checks = [check for check in about["checks"] if check[0] > begin]
+        # `read_file` counts into it. The count is not used, because `scan` has counted these records.
+        left_out: collections.Counter = collections.Counter()
+        read = read_file(name, KEY, options.reading, left_out, Place(record, offset))
+        pieces = (piece for _, pieces in read for piece in pieces)
+        for end, expected in checks:
+            if begin >= stop:
+                return
+            some, crc32 = list(itertools.islice(pieces, end - begin)), 0
+            for piece in some:
+                crc32 = _checksum(piece, crc32)
+            if len(some) < end - begin or crc32 != expected:
+                raise changed(name)
+            for number, piece in enumerate(some, begin):
+                if first <= number < stop:
+                    yield number, piece
+            begin = end
+
     def save(self) -> None:
         """Writes the layout to `work`, for `load`."""
         write_value(
-            self.work / "layout.json",
+            layout_path(self.work),
             {"input": dataclasses.asdict(self.inputs), "files": self.files, "bounds": self.bounds},
         )
 
     @classmethod
     def load(cls, work: pathlib.Path) -> "Layout":
-        stored = read_value(work / "layout.json")
+        stored = read_value(layout_path(work))
         inputs = Input(tuple(stored["input"]["files"]), tuple(stored["input"]["states"]))
         return cls(work, inputs, stored["files"], stored["bounds"])
 
