@@ -130,6 +130,69 @@ def resume(large, output, workers: int) -> str:
     return printed
 
 
+def test_the_result_of_a_finished_task_is_not_fetched_from_a_worker_that_may_be_dead(tmp_path):
+    """With all workers of a running cluster, Dask would wait for it without end."""
+
+    class Finished:
+        status = "finished"
+
+        def result(self) -> None:
+            raise AssertionError("it would wait")
+
+    cluster = Cluster(tmp_path, 1, "")
+    cluster._distributed = types.SimpleNamespace(wait=lambda pending, **_: (pending, set()))
+    cluster._wait([Finished()])
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_dies_ends_a_preparation_with_one_line(tmp_path):
+    file = tmp_path / "scheduler.json"
+    where = ["--scheduler-file", str(file)]
+    options = ["--no-dashboard", "--host", "127.0.0.1"]
+    python = [sys.executable, "-m"]
+    commands = [
+        [*python, "distributed.cli.dask_scheduler", *where, *options, "--port", "0"],
+        [*python, "distributed.cli.dask_worker", *where, *options, "--nthreads", "1", "--no-nanny"],
+    ]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for command in commands
+    ]
+    try:
+        wait_until(lambda: file.exists() and file.read_text().endswith("}"))
+        address = json.loads(file.read_text())["address"]
+        work = tmp_path / "work"
+        work.mkdir()
+        program = (
+            "import sys, time; from pathlib import Path; from calm_jax.data.prepare.cluster import Cluster\n"
+            "from calm_jax.errors import UserError\n"
+            "with Cluster(Path(sys.argv[1]), 0, sys.argv[2]) as cluster:\n"
+            "    print('begins', flush=True)\n"
+            "    try: cluster.run(time.sleep, [0.1] * 1000)\n"
+            "    except UserError as error: print(error, flush=True)\n"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(work), address],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        processes.append(process)
+        lines = iter(process.stdout.readline, "begins\n")
+        assert set(lines) <= {f"waiting for workers of {address}\n"}
+        time.sleep(1)
+        processes[0].kill()
+        out, _ = process.communicate(timeout=100)
+        assert out == (
+            "the scheduler is gone; finished work is kept; run the same command again to continue\n"
+        )
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 @pytest.mark.slow
 def test_workers_that_are_killed_are_replaced(tmp_path, large):
     output = tmp_path / "out"

@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -19,8 +20,8 @@ from calm_jax.errors import UserError
 
 _IN_WORKERS = "distributed.nanny.pre-spawn-environ"
 _DASK = {
-    # Dask logs every worker that comes or goes.
-    "logging.distributed": "critical",
+    # Dask logs every worker that comes or goes; its client, which has a level of its own, every lost connection, with traceback.
+    "logging": {"distributed": "critical", "distributed.client": "critical"},
     # More than Dask's 3, for machines that may be preempted at any time.
     "distributed.scheduler.allowed-failures": 10,
     f"{_IN_WORKERS}.DASK_LOGGING__DISTRIBUTED": "critical",
@@ -253,6 +254,9 @@ class Cluster(contextlib.ExitStack):
         futures = self.client.map(function, arguments, pure=False)
         try:
             self._wait(futures)
+        except (CancelledError, self._distributed.comm.CommClosedError) as error:
+            # Dask cancels the tasks of a client that has lost its scheduler.
+            raise UserError(f"the scheduler is gone; {_GOES_ON}") from error
         except OSError as error:
             raise UserError(f"a task could not read or write: {error}") from error
         except self._distributed.KilledWorker as error:
@@ -281,4 +285,6 @@ class Cluster(contextlib.ExitStack):
             for future in done:
                 if future.status == "cancelled":
                     raise UserError(f"the scheduler is gone; {_GOES_ON}")
-                future.result()
+                # Only an error is fetched: the worker that holds the result of a finished task, which is None, may be dead.
+                if future.status == "error":
+                    future.result()
