@@ -68,7 +68,8 @@ def fingerprint(documents: Sequence[Document]) -> str:
     digest = hashlib.sha256()
     for document in documents:
         text = document.text.encode("utf-8")
-        digest.update(f"{document.name}\0{len(text)}\0".encode())
+        # The name of a file may have bytes that are not valid UTF-8.
+        digest.update(f"{document.name}\0{len(text)}\0".encode("utf-8", "surrogateescape"))
         digest.update(text)
         if document.prompt:
             digest.update(b"\0" + document.prompt.encode("utf-8"))

@@ -471,6 +471,15 @@ def test_an_output_with_only_files_of_somebody_else_is_refused_and_kept(tmp_path
         assert contents(output) == {name: b"precious"}
 
 
+def test_names_that_are_not_valid_utf8_are_read_and_refused_as_output(tmp_path, prepare):
+    odd = os.fsdecode(b"\xff.jsonl")
+    (tmp_path / odd).write_bytes(json_lines(["one", "two"]))
+    accepted(prepare(arguments([tmp_path / odd], tmp_path / "out")))
+    output = tmp_path / os.fsdecode(b"\xff")
+    refused(prepare(arguments([tmp_path / odd], output)), "is not valid UTF-8", r"\udcff")
+    assert not output.exists()
+
+
 def with_other_letters(data: bytes, part: slice) -> bytes:
     """A text of the same size, and of the same first and last bytes, that differs in a part."""
     return data[: part.start] + data[part].replace(b"sheep", b"goats") + data[part.stop :]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import jax
@@ -116,6 +117,11 @@ def test_records_that_share_a_block_are_those_of_blocks_of_their_own(chunk_size)
         for index, size in enumerate(alone.num_valid)
     ]
     assert found == expected
+
+
+def test_the_fingerprint_of_a_text_whose_name_is_not_valid_utf8():
+    documents = [Document(os.fsdecode(name), "text") for name in (b"a\xff.txt", b"a\xfe.txt")]
+    assert len({fingerprint([document]) for document in documents}) == 2
 
 
 def test_the_fingerprint_of_a_text_depends_on_its_prompts():

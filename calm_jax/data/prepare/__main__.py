@@ -70,6 +70,14 @@ _OPTIONS = (
 )
 
 
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @command
 def main(argv: list[str]) -> None:
     for name, value in (
@@ -80,6 +88,10 @@ def main(argv: list[str]) -> None:
         if not value:
             raise UserError(f"give {name}")
     output = local_path(_OUTPUT.value, "--output")
+    if not _is_utf8(os.path.abspath(output)):
+        raise UserError(
+            f"--output={_OUTPUT.value!r} is in a folder whose name is not valid UTF-8, which Dask cannot send: give another one"
+        )
     if _WORKERS.value < 0 or (_WORKERS.value and _SCHEDULER.value):
         raise UserError(
             f"--workers={_WORKERS.value} must not be negative, and cannot be combined with --scheduler"
