@@ -95,7 +95,7 @@ class Checkpointer:
         Args:
           folder: the folder of the checkpoints.
           keep: how many of the latest checkpoints are kept.
-          check_folder: called before each save, on process 0; raises `UserError` if `folder` must not be written to.
+          check_folder: called before each save; raises `UserError` if `folder` must not be written to.
         """
         tensorstore_leak.avoid()
         self.folder, self._check_folder = folder, check_folder
@@ -137,7 +137,8 @@ class Checkpointer:
         Raises:
           UserError: if this checkpoint or the previous one cannot be written.
         """
-        multihost.write_once(self._check_folder)
+        # No collective: at a save every step it would cost time, and `exit_on_failure` ends the other processes.
+        self._check_folder()
         signed = _signed(about | {_STEP: step}, {_PARAMS: params, _TRAINING: training})
         items = {
             _PARAMS: ocp.args.StandardSave(params),
