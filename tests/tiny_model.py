@@ -11,7 +11,6 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.config import Config, resolve
@@ -19,6 +18,7 @@ from calm_jax.data.tokenizers import ByteTokenizer, Tokenizer
 from calm_jax.run.generator import Generator
 from calm_jax.run.workdir import Workdir
 from calm_jax.tasks import LmTask
+from calm_jax.training.checkpoint import save_params
 from tests import tiny_recipe, workdirs
 
 
@@ -61,9 +61,8 @@ class Tiny:
         stages = {"lm": self.params}
         if self.config.has_autoencoder:
             stages["autoencoder"] = self.frozen["params"]
-        with ocp.StandardCheckpointer() as checkpointer:
-            for stage, params in stages.items():
-                checkpointer.save(folder.resolve() / stage / "1" / "params", params)
+        for stage, params in stages.items():
+            save_params(folder / stage, params, {})
 
 
 @functools.cache
