@@ -223,19 +223,18 @@ def unfinished_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
             raise UserError(
                 f"{unfinished}, where {flag}={path} is made, holds files that no command left there: move it away"
             )
-    with owned(unfinished, f"{flag}={path}"):
-        locked = os.stat(unfinished / LOCK)
+    with owned(unfinished, f"{flag}={path}") as check:
         try:
             empty(unfinished, keep={LOCK})
             yield unfinished
         finally:
             with suppress(UserError, OSError):
-                # If it was renamed, another process may have made a new one of this name: leave that alone.
-                if os.path.samestat(os.stat(unfinished / LOCK), locked):
-                    empty(unfinished, keep={LOCK})
-                    # `owned` removes only folders that it made; this one may have been left by a killed command.
-                    (unfinished / LOCK).unlink()
-                    unfinished.rmdir()
+                # If it was renamed, another process may have made a new one of this name, which is left alone.
+                check()
+                empty(unfinished, keep={LOCK})
+                # `owned` removes only folders that it made; this one may have been left by a killed command.
+                (unfinished / LOCK).unlink()
+                unfinished.rmdir()
 
 
 @contextmanager

@@ -270,7 +270,7 @@ class Cluster(contextlib.ExitStack):
             self.client.cancel(futures, force=True)
 
     def _wait(self, futures: Sequence) -> None:
-        """Waits for all tasks. Raises the first error, or `UserError` if the workers or the scheduler are gone."""
+        """Waits for all tasks. Raises the first error, `UserError` if the workers are gone, or `CancelledError` if the scheduler is."""
         pending, looks = set(futures), 0
         while pending:
             try:
@@ -284,7 +284,7 @@ class Cluster(contextlib.ExitStack):
                 continue
             for future in done:
                 if future.status == "cancelled":
-                    raise UserError(f"the scheduler is gone; {_GOES_ON}")
+                    raise CancelledError
                 # Only an error is fetched: the worker that holds the result of a finished task, which is None, may be dead.
                 if future.status == "error":
                     future.result()
