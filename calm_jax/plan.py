@@ -45,6 +45,7 @@ _EFFICIENCY = flags.DEFINE_float(
     "efficiency", 0.5, "share of the hardware's peak rates that training reaches", 0.01, 1
 )
 _OUTPUT = flags.DEFINE_string("output", "", "file to write the plan to, as JSON")
+_OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace the file of --output if it exists")
 
 
 @command
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
     output = local_path(_OUTPUT.value, "--output")
     with contextlib.ExitStack() as stack:
         if _OUTPUT.value:
-            output = stack.enter_context(owned_file(output, "--output", overwrite=True))
+            output = stack.enter_context(owned_file(output, "--output", _OVERWRITE.value))
         return _plan(_CONFIG.value, output)
 
 

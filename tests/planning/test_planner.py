@@ -244,6 +244,16 @@ def test_invalid_flags_are_one_line_of_error(options, message):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+def test_an_existing_file_is_kept(tmp_path):
+    (tmp_path / "plan.json").write_text("mine")
+    output = f"--output={tmp_path / 'plan.json'}"
+    done = plan("--config=configs/quickstart.py", "--topology=v5e:2x2", output)
+    refusal = f"error: {output} already exists: give another name, or --overwrite\n"
+    assert (done.returncode, done.stderr) == (2, refusal)
+    assert (tmp_path / "plan.json").read_text() == "mine"
+
+
 SMALL = [
     "--config=configs/quickstart.py",
     "--config.lm.model.num_layers=4",
