@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -87,7 +87,7 @@ def make_training_mesh(config: MeshConfig, batch_sizes: Iterable[int]) -> Mesh:
 
     Args:
       config: sizes of the axes. If `data` or `fsdp` is -1, it takes so many of the remaining devices that data x fsdp
-        divides every batch size. Numbers that do not suit the shape of a TPU slice are passed over.
+        divides every batch size. On TPUs numbers that do not divide the slice's, or do not suit its shape, are passed over.
       batch_sizes: rows of the batches that are split over the mesh.
 
     Raises:
@@ -100,34 +100,48 @@ def make_training_mesh(config: MeshConfig, batch_sizes: Iterable[int]) -> Mesh:
     # `make_mesh` then refuses the mesh, or `check_batch` the batch size, with a message that names it.
     if -1 in (config.data, config.fsdp) and not rest and jax.process_count() == 1:
         for size in range(free, 0, -1):
+            used = size * fixed_ways * config.tensor
+            # The compiler for TPUs aborts at sums over, for example, 6 of 8 chips.
+            if devices[0].platform == "tpu" and len(devices) % used:
+                continue
             if any(rows % (size * fixed_ways) for rows in batch_sizes):
                 continue
             try:
-                return make_mesh(config, devices[: size * fixed_ways * config.tensor])
+                return make_mesh(config, devices[:used])
             except UserError:
-                # Three chips of a 2x2 slice make no mesh, but two do. If all devices make none, the config is at fault.
+                # A number may still not suit the slice's shape. If all devices make no mesh, the config is at fault.
                 if size == free:
                     raise
     return make_mesh(config, devices)
 
 
-def adapted(config: MeshConfig, num_devices: int) -> MeshConfig:
-    """The mesh to use on `num_devices` devices for parameters that were trained on `config`'s mesh.
+def adapted(config: MeshConfig, devices: Sequence[jax.Device]) -> MeshConfig:
+    """The mesh to use on these devices for parameters that were trained on `config`'s mesh.
 
-    It is `config` itself if its sizes fit that number of devices. Otherwise `tensor` and `fsdp` become the largest divisors that
-    fit, and `data` takes the remaining devices.
+    It is `config` itself if the devices can make that mesh. Otherwise `tensor` and `fsdp` become the largest divisors of their
+    sizes with which the devices make one, and `data` takes the remaining devices.
     """
-    sizes = (config.data, config.fsdp, config.tensor)
-    fixed = math.prod(size for size in sizes if size != -1)
-    if num_devices == fixed or (-1 in sizes and num_devices % fixed == 0):
-        return config
-    tensor = math.gcd(num_devices, 1 if config.tensor == -1 else config.tensor)
-    fsdp = num_devices // tensor
-    return MeshConfig(
-        data=-1,
-        fsdp=fsdp if config.fsdp == -1 else math.gcd(fsdp, config.fsdp),
-        tensor=tensor,
+    most_tensor, most_fsdp = max(1, config.tensor), max(0, config.fsdp)
+    others = (
+        MeshConfig(-1, fsdp, tensor)
+        for tensor in _divisors(math.gcd(len(devices), most_tensor))
+        # The greatest common divisor of a number and 0 is the number.
+        for fsdp in _divisors(math.gcd(len(devices) // tensor, most_fsdp))
     )
+    return next(one for one in (config, *others) if _can_make(one, devices))
+
+
+def _divisors(number: int) -> list[int]:
+    """Descending."""
+    return [one for one in range(number, 0, -1) if number % one == 0]
+
+
+def _can_make(config: MeshConfig, devices: Sequence[jax.Device]) -> bool:
+    try:
+        make_mesh(config, list(devices))
+    except UserError:
+        return False
+    return True
 
 
 def num_row_shards(mesh: Mesh | AbstractMesh) -> int:

@@ -81,7 +81,9 @@ def bytes_of(tree: Any) -> float:
     )
 
 
-def generation_mesh(config: Config, vocab_size: int, num_devices: int, memory: float) -> MeshConfig:
+def generation_mesh(
+    config: Config, vocab_size: int, devices: Sequence[jax.Device], memory: float
+) -> MeshConfig:
     """The mesh on which generation runs, which need not be that of training.
 
     Every chunk needs all parameters. If each device holds all of them, the devices only split the rows of a batch. If the
@@ -90,19 +92,19 @@ def generation_mesh(config: Config, vocab_size: int, num_devices: int, memory: f
     Args:
       config: the model's recipe; `config.mesh` is the mesh of its training.
       vocab_size: number of ids of its tokenizer.
-      num_devices: number of devices to generate on.
+      devices: the devices to generate on.
       memory: bytes of one device's memory.
 
     Returns:
       All devices along `data`, if the parameters take at most half of a device's memory. Otherwise `config.mesh`, adapted to
-      the number of devices.
+      the devices.
     """
     # A single device holds all parameters in any case, so their counting, which takes half a second, is saved.
-    if num_devices > 1:
+    if len(devices) > 1:
         held = sizes.state_bytes(config, "lm", vocab_size)
         if held["parameters"] + held["frozen"] <= _SHARE_OF_REPLICAS * memory:
             return MeshConfig(data=-1, fsdp=1, tensor=1)
-    return adapted(config.mesh, num_devices)
+    return adapted(config.mesh, devices)
 
 
 class Need(NamedTuple):

@@ -120,8 +120,9 @@ def _compile(
 def mesh_of(config: Config, topology: Topology) -> Mesh:
     """The mesh of generation on all devices of `topology` (`calm_jax.planning.fitting.generation_mesh`)."""
     vocab_size = vocabulary(config.tokenizer).vocab_size
-    axes = fitting.generation_mesh(config, vocab_size, topology.num_devices, topology.memory)
-    return make_mesh(axes, topology.devices())
+    devices = topology.devices()
+    axes = fitting.generation_mesh(config, vocab_size, devices, topology.memory)
+    return make_mesh(axes, devices)
 
 
 def _rounded(batch: int, mesh: Mesh) -> int:

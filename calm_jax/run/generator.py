@@ -34,7 +34,7 @@ def mesh_here(config: Config, vocab_size: int) -> Mesh:
     """The mesh for generation on all available devices. All processes must call it."""
     # The smallest memory of all processes, so that all of them make the same mesh.
     memory = min(multihost.all_gather(memory_here()))
-    return make_mesh(generation_mesh(config, vocab_size, jax.device_count(), memory))
+    return make_mesh(generation_mesh(config, vocab_size, jax.devices(), memory))
 
 
 class Generator:

@@ -328,8 +328,8 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
         if config.eval.temperatures:
             report.check_drawable()
             tradeoff.ways(config.eval, config.sample.sampler_config, config.has_autoencoder)
-        # The number of devices may differ from that of the training: the config's mesh is adapted to it.
-        ours = adapted(config.mesh, jax.device_count())
+        # The devices may differ from those of the training: the config's mesh is adapted to them.
+        ours = adapted(config.mesh, jax.devices())
         mesh = make_mesh(ours)
         if ours != config.mesh:
             sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())

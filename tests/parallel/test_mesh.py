@@ -200,12 +200,12 @@ def chips(kind, width, number):
     [
         ("TPU v5 lite", 4, {1: 1, 2: 2, 3: 1, 4: 4, 6: 2}),
         ("TPU v4", 4, {3: 1, 6: 2, 8: 4}),
-        ("TPU v6 lite", 8, {3: 1, 5: 1, 6: 6, 7: 1, 8: 8}),
+        ("TPU v6 lite", 8, {3: 1, 4: 4, 5: 1, 6: 2, 7: 1, 8: 8, 12: 4}),
     ],
 )
 @pytest.mark.parametrize("sizes", [(1, -1, 1), (-1, 1, 1)])
 def test_numbers_of_chips_that_make_no_mesh_are_passed_over(kind, number, used, sizes, monkeypatch):
-    """On a slice two chips wide, an odd number of them leaves a hole."""
+    """An odd number of chips of a slice that is two chips wide; and 6 of 8, for which the compiler aborts."""
     monkeypatch.setattr(jax, "devices", lambda: chips(kind, 2, number))
     for rows, expected in used.items():
         assert mesh.make_training_mesh(mesh.MeshConfig(*sizes), [rows]).size == expected
@@ -218,6 +218,19 @@ def test_sizes_that_do_not_suit_the_whole_slice_are_refused(monkeypatch):
         mesh.make_training_mesh(mesh.MeshConfig(2, -1, 1), [16])
     with pytest.raises(UserError, match=r"data=3 x fsdp=1 x tensor=1 does not suit .* 3 devices"):
         mesh.make_mesh(mesh.MeshConfig(-1, 1, 1), chips("TPU v4", 2, 3))
+
+
+def test_a_mesh_is_adapted_to_the_shape_of_a_slice():
+    """A side of 4 can be split over 4 chips and not over 2, and all 16 make one axis."""
+    slice_ = chips("TPU v6 lite", 4, 16)
+    for trained, expected in {
+        (1, 8, 1): (-1, 4, 1),
+        (1, 2, 1): (-1, 1, 1),
+        (1, -1, 1): (1, -1, 1),
+    }.items():
+        made = mesh.adapted(mesh.MeshConfig(*trained), slice_)
+        assert made == mesh.MeshConfig(*expected)
+        assert mesh.make_mesh(made, slice_).size == 16
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -2, 1), (-1, 1, -1)])

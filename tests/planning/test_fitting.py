@@ -249,9 +249,9 @@ def test_devices_hold_all_parameters_for_generation_if_those_take_at_most_half_o
     parameters = 4 * (371_732_608 + 75_832_064)
     whole, split = MeshConfig(-1, 1, 1), MeshConfig(1, 16, 1)
     for memory, mesh in ((2 * parameters, whole), (2 * parameters - 8, split)):
-        assert fitting.generation_mesh(config, 128257, 16, memory) == mesh
+        assert fitting.generation_mesh(config, 128257, jax.devices() * 16, memory) == mesh
     # Four devices cannot make up fsdp=16.
-    assert fitting.generation_mesh(config, 128257, 4, 1) == MeshConfig(-1, 4, 1)
+    assert fitting.generation_mesh(config, 128257, jax.devices() * 4, 1) == MeshConfig(-1, 4, 1)
 
 
 def test_the_memory_of_a_cpu_is_the_machines():
