@@ -369,13 +369,31 @@ def test_all_recorded_gradients_are_expected(case, names, golden):
     assert recorded == set(names)
 
 
-def test_a_missing_case_of_temperatures_is_named(copied):
+@pytest.mark.parametrize("name", ["n2_plain/", "n3_plain/", "n3_plain/unique"])
+def test_a_missing_case_of_temperatures_is_named_and_the_others_are_compared(name, copied):
     file = copied("temperature") / "temperature.npz"
+    complete, _ = comparison.verify(file.parent)
     with np.load(file) as arrays:
-        kept = {name: arrays[name] for name in arrays.files if not name.startswith("n2_plain/")}
+        kept = {key: arrays[key] for key in arrays.files if not key.startswith(name)}
     np.savez(file, **kept)
-    (failed,) = [row for row in comparison.verify(file.parent)[0] if not row.passed]
-    assert "n2_plain" in failed.quantity
+    rows, _ = comparison.verify(file.parent)
+    (failed,) = [row for row in rows if not row.passed]
+    assert name in failed.quantity
+    case = name.split("/")[0]
+    others = [row for row in complete if not row.quantity.startswith(case)]
+    assert [row for row in rows if row.passed] == others
+
+
+@pytest.mark.slow
+def test_a_gradient_of_no_parameter_fails_alone(copied):
+    file = copied("ar") / "ar.npz"
+    complete, _ = comparison.verify(file.parent)
+    with np.load(file) as arrays:
+        np.savez(file, **arrays, **{"grad/nonsense": np.ones(3)})
+    rows, _ = comparison.verify(file.parent)
+    (failed,) = [row for row in rows if not row.passed]
+    assert failed.quantity == "gradient nonsense, which is no parameter"
+    assert [row for row in rows if row.passed] == complete
 
 
 def test_a_file_without_arrays_fails(tmp_path, capsys):

@@ -18,7 +18,7 @@ import optax
 from calm_jax import brier
 from calm_jax.interop.parity import expected, head_cases
 from calm_jax.interop.parity.models import PublishedAutoencoder, PublishedCalm, PublishedLlama
-from calm_jax.interop.parity.recorded import Arrays, Comparisons, gradients, up_to_eos
+from calm_jax.interop.parity.recorded import Arrays, Comparisons, Missing, gradients, up_to_eos
 from calm_jax.losses import cross_entropy, energy_score
 from calm_jax.models.autoencoder import Noise
 from calm_jax.sampling import decode, temperature
@@ -240,13 +240,16 @@ def temperature_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
     """The published approximate sampler: how many equal draws it asks for (level), and its choice probabilities."""
     recorded = {key.split("/")[0] for key in golden}
     for case in sorted(recorded.union(expected.TEMPERATURE_CASES)):
-        pool_1NK = jnp.asarray(golden[f"{case}/patches"])[None]
-        count_1N = temperature.count_equal(pool_1NK)
-        weight_1N, level_1 = temperature.log_weights(
-            count_1N, 1 / float(golden[f"{case}/n"]), leave_out=False
-        )
+        given = [golden[f"{case}/{name}"] for name in ("patches", "n", "unique")]
+        missing = [one for one in given if isinstance(one, Missing)]
+        if missing:
+            yield case, (), missing[0]
+            continue
+        patches_NK, n, unique_UK = given
+        count_1N = temperature.count_equal(jnp.asarray(patches_NK)[None])
+        weight_1N, level_1 = temperature.log_weights(count_1N, 1 / float(n), leave_out=False)
         probability_N = np.asarray(jax.nn.softmax(weight_1N[0]))
-        is_chunk = (golden[f"{case}/unique"][:, None] == golden[f"{case}/patches"]).all(-1)
+        is_chunk = (unique_UK[:, None] == patches_NK).all(-1)
         yield f"{case} level", level_1[0], golden[f"{case}/n_used"]
         yield f"{case} probabilities", is_chunk @ probability_N, golden[f"{case}/probs"]
 
