@@ -67,7 +67,7 @@ need_recipe() {
     [[ -f $root/${file%%:*} || -f ${file%%:*} ]] || fail "--config=$file: there is no file ${file%%:*}"
 }
 
-# Sets `dry_run`, and `flags` to all other arguments, which are flags of calm_jax.main.
+# Sets `dry_run`, and `flags` to all other arguments, which are flags of calm_jax.main. Refuses a URL as the workdir.
 take_flags() {
     local flag
     flags=()
@@ -76,6 +76,7 @@ take_flags() {
             --dry_run) dry_run=1 ;;
             *) flags+=("$flag") ;;
         esac
+        [[ $flag != --workdir=* ]] || need_local --workdir "${flag#*=}"
     done
     need_recipe ${flags[@]+"${flags[@]}"}
 }

@@ -127,6 +127,8 @@ def test_a_dry_run_quotes_flags_for_the_shell(tmp_path):
 WRONG = [
     (("single_host.sh",), "give a recipe: --config=configs/calm_m.py"),
     (("single_host.sh", "--config=configs/calm_s.py"), "there is no file configs/calm_s.py"),
+    (("quickstart.sh", "--workdir=gs://b/run"), "--workdir=gs://b/run must be a"),
+    (("single_host.sh", RECIPE, "--workdir=gs://b/run"), "--workdir=gs://b/run must be a"),
     (("slurm_gpu.sh", "--workdir=a"), "give a recipe"),
     (("slurm_gpu.sh", RECIPE), "this is no Slurm job: give sbatch"),
     (("tpu_pod.sh",), "'' is none of create, setup"),
