@@ -21,6 +21,7 @@ import psutil
 import pytest
 import zstandard
 
+from calm_jax.cli.ownership import owned
 from calm_jax.data import files as files_lib
 from calm_jax.data.documents import Reading, read_documents
 from calm_jax.data.prepare import make_shards
@@ -539,6 +540,27 @@ def test_a_folder_locked_by_another_process_is_refused(tmp_path, files, prepare)
         )
     assert contents(tmp_path / "out") == {"lock": b""}
     accepted(prepare(arguments(files, tmp_path / "out")))
+
+
+def test_only_own_intermediate_files_are_deleted_and_none_of_another_process(
+    tmp_path, files, prepare
+):
+    """A folder that is mended deletes its intermediate files, too."""
+    output, work = tmp_path / "out", tmp_path / "out" / "work"
+    command = arguments(files, output)
+    accepted(prepare(command))
+    assert not work.exists()
+    (work / "dask").mkdir(parents=True)
+    for name in ("notes.txt", "checked.json", "copies.rows", "digests-00000-00000.json"):
+        (work / name).touch()
+    everything = touched(work)
+    with owned(output, "--output"):
+        assert "there is nothing to do" in accepted(prepare(command))
+    assert touched(work) == everything
+    for words in ("there is nothing to do", "rebuilding the missing parts"):
+        assert words in accepted(prepare(command))
+        assert [path.name for path in work.iterdir()] == ["notes.txt"]
+        shutil.rmtree(min(output.glob("shard-*")))
 
 
 def test_a_full_disk_is_one_line_and_the_preparation_can_be_resumed(tmp_path, files, monkeypatch):

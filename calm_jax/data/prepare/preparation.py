@@ -3,8 +3,10 @@
 import functools
 import json
 import pathlib
+import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from calm_jax.cli.clock import ends_if_set_back
@@ -44,6 +46,19 @@ def _clean(work: pathlib.Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _delete(work: pathlib.Path) -> None:
+    """Deletes what preparations leave in the folder of intermediate files, and the folder if that was all."""
+    with suppress(OSError):
+        for path in work.iterdir():
+            if not re.fullmatch(r"dask|(checked|copies|digests|run|shard)[-.].*", path.name):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+        work.rmdir()
+
+
 def _differences(output: pathlib.Path, about: dict) -> list[tuple[str, Any, Any]]:
     """`(name, then, now)` of every option or input that has changed since the preparation of the folder began."""
     path = output / "inputs.json"
@@ -67,7 +82,7 @@ def _begin(output: pathlib.Path, about: dict) -> None:
             f"--output={output} was begun with {key}={then!r}, not {now!r}: give another folder, or delete it"
         )
     if other:
-        shutil.rmtree(output / "work", ignore_errors=True)
+        _delete(output / "work")
     write_atomically(output / "inputs.json", json.dumps(about, indent=1) + "\n")
 
 
@@ -182,7 +197,10 @@ def prepare(
     work = output / "work"
     if not _differences(output, about) and _is_done(output):
         print(f"{output} is prepared, there is nothing to do")
-        shutil.rmtree(work, ignore_errors=True)
+        if work.exists():
+            # Another preparation of this folder, if there is one, mends a part of it and needs its files.
+            with suppress(UserError), owned(output, f"--output={output}"):
+                _delete(work)
         return PreparedText(output).index
     with owned(output, f"--output={output}"):
         _begin(output, about)
@@ -190,7 +208,7 @@ def prepare(
             tokenizer.save(output / "tokenizer")
             if (output / INDEX).exists():
                 # The folder was complete once. An attempt to mend it may have read another text than that of the index.
-                shutil.rmtree(work, ignore_errors=True)
+                _delete(work)
             work.mkdir(exist_ok=True)
             _clean(work)
         with (
@@ -205,5 +223,5 @@ def prepare(
             call = functools.partial(make_shards.make_shards, output, work, options, cluster.report)
             cluster.run(call, _runs(layout, todo, cluster.num_workers), progress)
         index = make_shards.write_index(output, layout, options, tokenizer)
-        shutil.rmtree(work, ignore_errors=True)
+        _delete(work)
         return index
