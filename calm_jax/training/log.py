@@ -42,7 +42,8 @@ class MetricsLog:
     def cut_back(self, stage: str, step: int, num_known: int = 0) -> None:
         """Removes a stage's records after `step`, so that a resumed run writes no step twice.
 
-        A file with damaged lines, or without records that it had, is kept beside the new one.
+        A file with damaged lines, or without records that it had, is kept beside the new one, unless an earlier copy has all that
+        is left of it.
 
         Args:
           stage: the stage that is resumed.
@@ -54,23 +55,32 @@ class MetricsLog:
         ]
         if not multihost.is_primary():
             return
+        lines = "".join(json.dumps(record) + "\n" for record in self.records)
         num_lost = num_known - len(self.records)
         if num_lost > 0:
-            self._keep(
-                f"{num_lost} of the {num_known} records up to the checkpoint of {stage}, step {step}, are missing"
-            )
+            reason = f"{num_lost} of the {num_known} records up to the checkpoint of {stage}, step {step}, are missing"
+            # A resumed run may be killed again before its first checkpoint, which then knows how many there are.
+            self._keep(reason, keeps=self._is_damaged or not self._is_in_a_copy(lines))
         elif self._is_damaged:
-            self._keep("its damaged lines are left out from now on")
-        lines = "".join(json.dumps(record) + "\n" for record in self.records)
+            self._keep("its damaged lines are left out from now on", keeps=True)
         write_atomically(self._path, lines)
         self._open_events(stage, purge_step=step + 1)
 
-    def _keep(self, reason: str) -> None:
-        """Keeps the file as it was read, under another name, and says why."""
+    def _copies(self) -> Iterator[pathlib.Path]:
+        """The names of kept files, in their order; those that exist are followed by those that do not."""
+        return (self._path.with_name(f"{self._path.name}{end}") for end in _kept_ends())
+
+    def _is_in_a_copy(self, lines: str) -> bool:
+        """Whether a kept file begins with these lines."""
+        copies = itertools.takewhile(os.path.lexists, self._copies())
+        with os_errors(self._path, "compared with its copies"):
+            return any(read_file(copy).startswith(lines.encode()) for copy in copies)
+
+    def _keep(self, reason: str, keeps: bool) -> None:
+        """Says what is wrong with the file that was read, and keeps it under another name if `keeps`."""
         kept = ""
-        if not self._is_kept and self._path.exists():
-            names = (self._path.with_name(f"{self._path.name}{end}") for end in _kept_ends())
-            path = next(path for path in names if not os.path.lexists(path))
+        if keeps and not self._is_kept and self._path.exists():
+            path = next(path for path in self._copies() if not os.path.lexists(path))
             with os_errors(self._path, "read"):
                 content = read_file(self._path)
             write_atomically(path, content)
