@@ -94,6 +94,6 @@ class NoteSignal(_Handled):
 
         All processes must call this equally often, and get the same answer.
         """
-        if _is_signalled():
+        if not self._name and _is_signalled():
             self._name = "SIGTERM"
         return self._name

@@ -201,6 +201,7 @@ class Trainer:
 
         Raises:
           Interrupted: after a signal, once a checkpoint is saved.
+          BrokenPipeError: if nobody reads the output any more; with a single process, once a checkpoint is saved.
           UserError: if `max_nonfinite_steps` updates in a row are not finite, or a checkpoint cannot be written.
         """
         stage, config = self._stage, self._stage.training
@@ -214,23 +215,36 @@ class Trainer:
         try:
             stop = NoteSignal()
             with stop:
-                # The interrupted run may have ended between its checkpoint and the evaluation of that step.
-                self._evaluate(self._first_step, stop)
-                for step in range(self._first_step + 1, config.num_steps + 1):
-                    self._step(step)
-                    if step % config.log_every == 0 or step == config.num_steps:
-                        self._write_metrics(step)
+                step = self._first_step
+                unread: BrokenPipeError | None = None
+                try:
+                    # The interrupted run may have ended between its checkpoint and the evaluation of that step.
                     self._evaluate(step, stop)
-                    signal = stop.asked()
-                    if signal:
-                        self._save(step)
-                        self._checkpointer.wait()
-                        raise Interrupted(
-                            f"{signal}: stage {stage.name} is saved at step {step}; the same command resumes from there"
-                        )
-                    if step % config.checkpoint_every == 0 or step == config.num_steps:
-                        self._save(step)
+                    for step in range(self._first_step + 1, config.num_steps + 1):
+                        self._step(step)
+                        if step % config.log_every == 0 or step == config.num_steps:
+                            self._write_metrics(step)
+                        self._evaluate(step, stop)
+                        if stop.asked():
+                            break
+                        if step % config.checkpoint_every == 0:
+                            self._save(step)
+                except BrokenPipeError as error:
+                    # Nobody reads the output any more: Ctrl-C ends a `| tee`, too. Of several processes only this one knows.
+                    if jax.process_count() > 1:
+                        raise
+                    unread = error
+                if step > self._first_step:
+                    self._save(step)
                 self._checkpointer.wait()
+                # Asked again, as the last checkpoint of a stage may take minutes.
+                signal = stop.asked()
+                if signal:
+                    raise Interrupted(
+                        f"{signal}: stage {stage.name} is saved at step {step}; the same command resumes from there"
+                    )
+                if unread is not None:
+                    raise unread
         finally:
             if self._profiling:
                 self._stop_profile(int(self._state.step))

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
+from calm_jax.cli.progress import Progress
 from calm_jax.config import Config, resolve
 from calm_jax.data.loader import TrainingText, training_batches
 from calm_jax.data.packing import MASKED, Blocks
 from calm_jax.data.tokenizers import Vocabulary
-from calm_jax.errors import UserError
+from calm_jax.errors import Interrupted, UserError
 from calm_jax.models.heads import HEADS
 from calm_jax.parallel.devices import Accelerator
 from calm_jax.parallel.mesh import global_batch, make_mesh, shardings
@@ -322,8 +324,8 @@ def test_no_checkpoint_is_saved_after_too_many_nonfinite_updates(tmp_path):
     assert (tmp_path / "lm" / "8").is_dir()
 
 
-def short_run(folder: pathlib.Path, num_steps: int) -> MetricsLog:
-    """Trains up to step `num_steps` from the latest checkpoint, with a record and a checkpoint every second step."""
+def short_run(folder: pathlib.Path, num_steps: int, checkpoint_every: int = 2) -> MetricsLog:
+    """Trains up to step `num_steps` from the latest checkpoint, with a record every second step."""
     config = tiny_config()
     training = dataclasses.replace(
         config.lm.training,
@@ -331,7 +333,7 @@ def short_run(folder: pathlib.Path, num_steps: int) -> MetricsLog:
         num_steps=num_steps,
         log_every=2,
         eval_every=1000,
-        checkpoint_every=2,
+        checkpoint_every=checkpoint_every,
     )
     text = TrainingText([Blocks(np.full((8, 32), 1, np.int32), np.full(8, 32))], ())
     stage = Stage("lm", Fragile(), {}, None, text, 0, None, training, config.lm.optimizer, 1e6)
@@ -356,6 +358,48 @@ def test_training_does_not_resume_from_a_checkpoint_under_the_name_of_another_st
     assert (tmp_path / "lm" / "8").is_dir()
 
 
+def test_a_signal_while_the_last_checkpoint_is_written_ends_the_command(tmp_path, monkeypatch):
+    """Not after the next stage, which has no signal of its own."""
+    wait = Checkpointer.wait
+
+    def wait_long(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait(self)
+
+    monkeypatch.setattr(Checkpointer, "wait", wait_long)
+    with pytest.raises(Interrupted, match="SIGTERM: stage lm is saved at step 4; the same command"):
+        short_run(tmp_path, 4)
+    assert (tmp_path / "lm" / "4").is_dir()
+
+
+@pytest.mark.parametrize(
+    "number, error, message",
+    [
+        (signal.SIGINT, Interrupted, "SIGINT: stage lm is saved at step 6"),
+        (None, BrokenPipeError, ""),
+    ],
+)
+def test_output_that_nobody_reads_any_more_loses_no_step(
+    number, error, message, tmp_path, monkeypatch
+):
+    """Ctrl-C reaches `| tee` as well, which ends before the training has asked for the signal."""
+    values = Progress.values
+
+    def write(self, step, shown):
+        if step == 6:
+            if number:
+                os.kill(os.getpid(), number)
+            raise BrokenPipeError
+        values(self, step, shown)
+
+    monkeypatch.setattr(Progress, "values", write)
+    with pytest.raises(error, match=message or None):
+        short_run(tmp_path, 12, checkpoint_every=100)
+    assert [path.name for path in (tmp_path / "lm").iterdir() if path.is_dir()] == ["6"]
+    monkeypatch.undo()
+    assert [one["step"] for one in short_run(tmp_path, 12).records] == [2, 4, 6, 8, 10, 12]
+
+
 def test_metrics_that_lost_records_are_named_and_the_file_is_kept(tmp_path, capsys):
     """Nothing is said, and nothing kept, where all records up to the checkpoint are there."""
     path = tmp_path / "metrics.jsonl"
@@ -369,6 +413,12 @@ def test_metrics_that_lost_records_are_named_and_the_file_is_kept(tmp_path, caps
     half = path.read_text()
     half = half[: half.index("\n") + 20]
     path.write_text(half)
+    # Killed before its first checkpoint, and given again.
+    for _ in range(2):
+        log = MetricsLog(tmp_path)
+        log.cut_back("lm", 8, 4)
+        log.close()
+    assert list(tmp_path.glob("metrics.jsonl.*")) == [tmp_path / "metrics.jsonl.damaged"]
     log = short_run(tmp_path, 10)
     line = (
         f"note: {path}: 3 of the 4 records up to the checkpoint of lm, step 8, are missing; the file as it was is kept as "
