@@ -27,9 +27,17 @@ def _nowhere() -> TextIO:
     return open(os.devnull, "w", encoding="utf-8")
 
 
-def _drop_output() -> None:
-    """Python flushes stdout at exit, which must not fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _drop(stream: TextIO) -> None:
+    """Sends a stream's output nowhere. Python flushes it at exit, which must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _say(line: str) -> None:
+    """Prints a line on stderr, if that can be written."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        _drop(sys.stderr)
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], None]:
@@ -56,19 +64,23 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
                 status = main(argv) or 0
                 sys.stdout.flush()
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            _say(f"error: {error}")
             status = 2
         except BrokenPipeError:
-            _drop_output()
+            _drop(sys.stdout)
+            _drop(sys.stderr)
             status = 128 + signal.SIGPIPE
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            _drop_output()
-            print(f"error: {error}: make room, and give the same command again", file=sys.stderr)
+            _drop(sys.stdout)
+            # A command's own file that cannot be written is a `UserError` (`os_errors`). This may be stdout, after that file.
+            _say(
+                f"error: {error.strerror}, for the output or a temporary file: make room; files that are complete are kept"
+            )
             status = 2
         except Interrupted as interruption:
-            print(f"interrupted: {interruption}", file=sys.stderr)
+            _say(f"interrupted: {interruption}")
             status = EXIT_INTERRUPTED
         sys.exit(status)
 

@@ -15,7 +15,7 @@ _AGAIN_SECONDS = 0.5
 
 def interrupted(name: str) -> Interrupted:
     """The error for a signal outside training, where all results are on disk already. `name`: such as "SIGTERM"."""
-    return Interrupted(f"{name}: finished results are kept; give the same command again to go on")
+    return Interrupted(f"{name}: finished results are kept; give the same command again")
 
 
 class SignalHandler:

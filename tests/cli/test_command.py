@@ -87,8 +87,35 @@ def test_output_to_a_full_disk_ends_with_one_line():
         )
     assert done.returncode == 2
     assert done.stderr == (
-        "error: [Errno 28] No space left on device: make room, and give the same command again\n"
+        "error: No space left on device, for the output or a temporary file: make room; files that are complete are kept\n"
     )
+
+
+FAILS = """
+from absl import app
+from calm_jax.cli.command import command
+from calm_jax.errors import Interrupted, UserError
+
+@command
+def main(argv):
+    raise {error}("reason")
+
+app.run(main)
+"""
+
+
+@pytest.mark.parametrize("error, status", [("UserError", 2), ("Interrupted", 75)])
+def test_a_line_that_cannot_be_written_does_not_change_the_status(error, status):
+    """As with `2>&1 | tee log`, where Ctrl-C ends `tee` first, and with stderr on a full disk."""
+    code = FAILS.format(error=error)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full, os.fdopen(writer, "w") as unread:
+        for stderr in (full, unread):
+            done = subprocess.run(
+                [sys.executable, "-c", code], cwd=ROOT, stdout=stderr, stderr=stderr, check=False
+            )
+            assert done.returncode == status
 
 
 def test_a_command_needs_no_output():
@@ -130,7 +157,7 @@ def test_an_error_that_follows_a_signal_is_the_signals_end():
     )
     assert done.returncode == 75
     assert done.stderr == (
-        "interrupted: SIGTERM: finished results are kept; give the same command again to go on\n"
+        "interrupted: SIGTERM: finished results are kept; give the same command again\n"
     )
 
 

@@ -72,4 +72,4 @@ def gradients(
             yield f"gradient {name}", tensors[name], golden[f"grad/{name}"]
         else:
             # A value that agrees with nothing.
-            yield f"gradient {name}, which is no parameter", (), golden[f"grad/{name}"]
+            yield f"gradient {name}, which is no parameter", np.zeros(0), golden[f"grad/{name}"]
