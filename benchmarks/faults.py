@@ -483,6 +483,11 @@ def _disturb(
             _wait_for_orphans(process.pid)
         else:
             _signal(fault, process, job, found, log, chance)
+    except BaseException:
+        # Ctrl-C to the campaign, perhaps while the command is stopped: nothing is waited for.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
     finally:
         found.status = _end(process)
     if fault == "cut":
