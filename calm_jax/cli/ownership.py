@@ -26,10 +26,8 @@ LOCK = "lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
-# What `_sign` writes. After a power cut it may be bytes of zero.
-_SIGNATURE = re.compile(
-    rb"process \d+ on [^\n]+ since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC|\0{0,200}"
-)
+# What `_sign` writes after its first eight bytes, or a beginning of that.
+_SIGNATURE = re.compile(rb"\d*( (on?)?| on [^\n\0]*)?")
 # More bytes than a signature has.
 _MOST_BYTES = 500
 
@@ -40,8 +38,15 @@ def _sign(lock: int) -> None:
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()} since {now}".encode(), 0)
 
 
+def _is_ours(content: bytes) -> bool:
+    """Whether this is all of a file `lock` that `_sign` wrote: a signature, or a beginning and zeros, as after a power cut."""
+    written = content.rstrip(b"\0")
+    is_begun = b"process ".startswith(written[:8])
+    return len(content) < _MOST_BYTES and is_begun and bool(_SIGNATURE.fullmatch(written[8:]))
+
+
 def _refuse_foreign(content: bytes, folder: pathlib.Path, flag: str) -> None:
-    if not _SIGNATURE.fullmatch(content):
+    if not _is_ours(content):
         raise UserError(
             f"{flag} cannot be written: {folder / LOCK} is no lock of calm_jax but another file, which would be lost: give "
             "another folder, or move the file away"
@@ -62,7 +67,7 @@ def _owner(folder: pathlib.Path) -> str:
         content = _content(folder).strip(b"\0")
     except OSError:
         return ""
-    return content.decode(errors="replace") if _SIGNATURE.fullmatch(content) else ""
+    return content.decode(errors="replace") if _is_ours(content) else ""
 
 
 def is_foreign(folder: pathlib.Path) -> bool:
@@ -79,7 +84,7 @@ def is_foreign(folder: pathlib.Path) -> bool:
 
     def has_our_lock() -> bool:
         try:
-            return bool(_SIGNATURE.fullmatch(_content(folder)))
+            return _is_ours(_content(folder))
         except (FileNotFoundError, IsADirectoryError):
             return False
 

@@ -153,34 +153,37 @@ def test_a_file_system_without_locks_is_named_and_no_obstacle(tmp_path, monkeypa
     assert os.listdir(tmp_path) == ["folder"]
 
 
+@pytest.mark.parametrize(
+    "content", ["precious", "process 7 on a\nprecious", "process " + "7" * 500]
+)
 @pytest.mark.parametrize("locks", [True, False])
-def test_a_file_named_lock_that_is_somebody_elses_is_kept(locks, tmp_path, monkeypatch):
+def test_a_file_named_lock_that_is_somebody_elses_is_kept(locks, content, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     if not locks:
         monkeypatch.setattr("fcntl.flock", refuse)
-    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "mine").write_text(content)
     os.link(tmp_path / "mine", tmp_path / "lock")
     with (
         pytest.raises(UserError, match=r"^--flag cannot be written: .*lock is no lock of calm_jax"),
         owned(tmp_path, "--flag"),
     ):
         pass
-    assert (tmp_path / "mine").read_text() == (tmp_path / "lock").read_text() == "precious"
+    assert (tmp_path / "mine").read_text() == (tmp_path / "lock").read_text() == content
 
 
-@pytest.mark.parametrize(
-    "left", [b"", b"process 7 on a-b.example since 2026-01-02 03:04:05 UTC", bytes(57)]
-)
-def test_the_lock_of_a_killed_command_is_taken_over(left, tmp_path):
-    """Its content after a power cut, which may be zeros, included."""
-    (tmp_path / "lock").write_bytes(left)
+def test_the_lock_of_a_killed_command_is_taken_over(tmp_path):
+    """After a power cut only a beginning of its content may be left, and zeros."""
+    content = b"process 7 on a-b.example since 2026-01-02 03:04:05 UTC"
     (tmp_path / "half").touch()
-    assert not is_foreign(tmp_path)
-    with owned(tmp_path, "--flag"):
-        assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
-    assert (tmp_path / "lock").read_bytes() == b""
+    for size in range(len(content) + 1):
+        for left in (content[:size], content[:size].ljust(len(content), b"\0")):
+            (tmp_path / "lock").write_bytes(left)
+            assert not is_foreign(tmp_path)
+            with owned(tmp_path, "--flag"):
+                assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
+            assert (tmp_path / "lock").read_bytes() == b""
 
 
 @pytest.mark.parametrize("lock", [None, "mine"])
