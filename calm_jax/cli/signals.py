@@ -4,7 +4,7 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from calm_jax.errors import Interrupted
 
@@ -18,6 +18,14 @@ def interrupted(name: str) -> Interrupted:
     return Interrupted(f"{name}: finished results are kept; give the same command again")
 
 
+def _is_importing() -> bool:
+    """Whether a module is being imported at this moment."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
+
+
 class SignalHandler:
     """Calls `received(number)` for the given signals inside a `with` block, and restores the previous handlers after it."""
 
@@ -27,18 +35,20 @@ class SignalHandler:
         self._interruption: Interrupted | None = None
         self._previous_hook = sys.unraisablehook
 
-    def interrupt(self, name: str) -> NoReturn:
+    def interrupt(self, name: str) -> None:
         """Raises `Interrupted` for a signal, such as "SIGTERM", and again every half second as long as the block goes on.
 
         Python forgets an exception that is raised in a destructor or a callback, such as those of garbage collection, and a signal
-        may come in the midst of one.
+        may come in the midst of one. In the midst of an import it is raised later: jaxlib aborts the process if an exception comes
+        while it is being imported, and numpy prints a traceback.
         """
         self._interruption = interrupted(name)
         if signal.SIGALRM not in self._previous:
             self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._again)
             self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._report_forgotten
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS, _AGAIN_SECONDS)
-        raise self._interruption
+        if not _is_importing():
+            raise self._interruption
 
     def _again(self, number: int, frame: FrameType | None) -> None:
         # What is being cleaned up on the way to the end of the block is not interrupted.
@@ -48,7 +58,8 @@ class SignalHandler:
                 return
             error = error.__context__
         assert self._interruption is not None
-        raise self._interruption
+        if not _is_importing():
+            raise self._interruption
 
     def _report_forgotten(self, forgotten: Any) -> None:
         # It is raised again, and its traceback need not be printed.

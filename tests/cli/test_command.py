@@ -161,6 +161,41 @@ def test_an_error_that_follows_a_signal_is_the_signals_end():
     )
 
 
+IMPORTS = """
+import time
+from absl import app
+from calm_jax.cli.command import command
+
+@command
+def main(argv):
+    import signalled
+    while True:
+        time.sleep(0.01)
+
+app.run(main)
+"""
+SIGNALLED = """
+import os, signal, time
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(1.2)
+print("imported", flush=True)
+"""
+
+
+def test_a_signal_in_the_midst_of_an_import_is_raised_after_it(tmp_path):
+    (tmp_path / "signalled.py").write_text(SIGNALLED)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (75, "imported\n")
+    assert done.stderr.startswith("interrupted: SIGTERM: ") and done.stderr.count("\n") == 1
+
+
 FORGETS = """
 import os, signal, time
 from absl import app
