@@ -1,5 +1,6 @@
 """The end of every command: exit status 0, one line of error and status 2, or status 75 after a signal."""
 
+import contextlib
 import errno
 import functools
 import logging as logging_lib
@@ -16,6 +17,8 @@ from calm_jax.errors import Interrupted, UserError
 
 # The disk, or the user's share of it, is full.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# The longest time for a process to end after a signal; several processes of one run end together.
+_EXIT_SECONDS = 20
 
 
 def _is_no_orbax_error(record: logging_lib.LogRecord) -> bool:
@@ -38,6 +41,15 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
     except OSError:
         _drop(sys.stderr)
+
+
+def _end_soon() -> None:
+    """After a signal, threads of libraries that it cut short may print tracebacks, or never end, for which Python would wait."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    _drop(sys.stderr)
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(EXIT_INTERRUPTED))
+    signal.alarm(_EXIT_SECONDS)
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], None]:
@@ -81,6 +93,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
             status = 2
         except Interrupted as interruption:
             _say(f"interrupted: {interruption}")
+            _end_soon()
             status = EXIT_INTERRUPTED
         sys.exit(status)
 

@@ -196,6 +196,37 @@ def test_a_signal_in_the_midst_of_an_import_is_raised_after_it(tmp_path):
     assert done.stderr.startswith("interrupted: SIGTERM: ") and done.stderr.count("\n") == 1
 
 
+NEVER_ENDS = """
+import sys, threading, time
+from absl import app
+from calm_jax.cli import command
+from calm_jax.errors import Interrupted
+
+command._EXIT_SECONDS = 1
+
+def late():
+    time.sleep(0.5)
+    print("Traceback of a library", file=sys.stderr, flush=True)
+    time.sleep(1000)
+
+@command.command
+def main(argv):
+    print("text")
+    threading.Thread(target=late).start()
+    raise Interrupted("SIGTERM: reason")
+
+app.run(main)
+"""
+
+
+def test_a_thread_that_never_ends_keeps_no_interrupted_command_and_prints_nothing():
+    done = subprocess.run(
+        [sys.executable, "-c", NEVER_ENDS], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (75, "text\n")
+    assert done.stderr == "interrupted: SIGTERM: reason\n"
+
+
 FORGETS = """
 import os, signal, time
 from absl import app
