@@ -26,10 +26,11 @@ LOCK = "lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
-# What `_sign` writes after its first eight bytes, or a beginning of that.
-_SIGNATURE = re.compile(rb"\d*( (on?)?| on [^\n\0]*)?")
-# More bytes than a signature has.
+# What `_sign` writes, for a process, a host and a time that `_is_ours` replaces by these.
+_SIGNATURE = b"process 0 on host since 0000-00-00 00:00:00 UTC"
+# More bytes than a signature has, and the most zeros in its place.
 _MOST_BYTES = 500
+_MOST_ZEROS = 200
 
 
 def _sign(lock: int) -> None:
@@ -41,8 +42,12 @@ def _sign(lock: int) -> None:
 def _is_ours(content: bytes) -> bool:
     """Whether this is all of a file `lock` that `_sign` wrote: a signature, or a beginning and zeros, as after a power cut."""
     written = content.rstrip(b"\0")
-    is_begun = b"process ".startswith(written[:8])
-    return len(content) < _MOST_BYTES and is_begun and bool(_SIGNATURE.fullmatch(written[8:]))
+    if len(content) >= _MOST_BYTES or len(content) - len(written) > _MOST_ZEROS:
+        return False
+    written = re.sub(rb"^process \d+", b"process 0", written)
+    # A host that is cut off is replaced, too.
+    written = re.sub(rb"^process 0 on [^\s\0]+", b"process 0 on host", written)
+    return _SIGNATURE.startswith(re.sub(rb"\d", b"0", written))
 
 
 def _refuse_foreign(content: bytes, folder: pathlib.Path, flag: str) -> None:

@@ -154,7 +154,15 @@ def test_a_file_system_without_locks_is_named_and_no_obstacle(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "content", ["precious", "process 7 on a\nprecious", "process " + "7" * 500]
+    "content",
+    [
+        "precious",
+        "process 7 on a\nprecious",
+        "process 7 on a list of mine",
+        "process 7 on a since 2026-01-02 03:04:05 UTC, mine",
+        "process " + "7" * 500,
+        "\0" * 201,
+    ],
 )
 @pytest.mark.parametrize("locks", [True, False])
 def test_a_file_named_lock_that_is_somebody_elses_is_kept(locks, content, tmp_path, monkeypatch):
