@@ -47,6 +47,10 @@ class SignalHandler:
             self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._again)
             self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._report_forgotten
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS, _AGAIN_SECONDS)
+        self._raise()
+
+    def _raise(self) -> None:
+        assert self._interruption is not None
         if not _is_importing():
             raise self._interruption
 
@@ -57,9 +61,7 @@ class SignalHandler:
             if error is self._interruption:
                 return
             error = error.__context__
-        assert self._interruption is not None
-        if not _is_importing():
-            raise self._interruption
+        self._raise()
 
     def _report_forgotten(self, forgotten: Any) -> None:
         # It is raised again, and its traceback need not be printed.
