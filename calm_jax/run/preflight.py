@@ -21,6 +21,7 @@ from calm_jax.parallel import multihost
 from calm_jax.run.dataset import Dataset, read_corpus
 from calm_jax.run.workdir import Workdir, describe
 from calm_jax.training import checkpoint
+from calm_jax.training.log import read_records
 from calm_jax.training.step import check_batches
 
 # Keys that change how a model is trained or sampled, but not which parameters it has or what they mean.
@@ -192,6 +193,27 @@ def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> N
         )
 
 
+def _check_checkpoints(config: Config, workdir: Workdir) -> None:
+    """Raises `UserError` if a stage had checkpoints that are gone: training it anew would drop its metrics and results."""
+    records = read_records(workdir.metrics_path)
+    for name in config.stages:
+        folder = workdir.checkpoints(name)
+        is_copied = name == "autoencoder" and config.autoencoder_source
+        if is_copied or checkpoint.latest_step(folder) is not None:
+            continue
+        ours = [record for record in records if record["stage"] == name]
+        # The folder is made before the first record is written, and the last checkpoint before the whole split is scored.
+        if ours and (not folder.exists() or any(one["split"] == "validation" for one in ours)):
+            anew = "--overwrite, or another --workdir"
+            if name == "lm" and config.has_autoencoder:
+                anew += f" with --config.autoencoder.checkpoint={workdir.path}"
+            raise UserError(
+                f"{folder} holds no checkpoint, but {workdir.metrics_path} has records of it up to step "
+                f"{max(one['step'] for one in ours)}: move the checkpoints back, or mount their disk; to train {name} anew, "
+                f"give {anew}"
+            )
+
+
 def _refuse_converted(workdir: Workdir) -> None:
     """Raises `UserError` for a workdir of converted parameters: it has no optimizer state to resume from."""
     if not workdir.is_converted:
@@ -258,6 +280,7 @@ def _check(
     if not fresh:
         _refuse_converted(workdir)
         workdir.check_config(config, training=True)
+        _check_checkpoints(config, workdir)
     initial, _ = _find_sources(config, workdir, fresh, tokenizer=None)
     if fresh and initial is None and not config.data.names_folders:
         check_path(config.tokenizer)

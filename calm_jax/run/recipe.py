@@ -307,12 +307,12 @@ def _train_and_report(run: Run, profile: Profile) -> None:
         if seconds:
             results[name] = {**results[name], "training_seconds": seconds}
     text = json.dumps(nan_to_none(results), indent=2) + "\n"
-    # results.json marks the run as finished. The log must be on the disk before it: records that a power cut destroys would not
-    # be written again.
+    # results.json marks the run as finished, and comes last. The log must be on the disk before it: records that a power cut
+    # destroys would not be written again.
     run.log.sync()
     multihost.write_once(run.check_owned)
+    multihost.write_once(lambda: web_report.try_to_write(workdir, text))
     multihost.write_once(lambda: write_atomically(workdir.results_path, text))
-    multihost.write_once(lambda: web_report.try_to_write(workdir))
     report.print_results(results, config, workdir)
 
 

@@ -47,14 +47,17 @@ class RunFiles:
       left_out: a sentence for each file with incomplete or damaged parts, which are not shown.
     """
 
-    def __init__(self, workdir: Workdir):
+    def __init__(self, workdir: Workdir, results: str | None = None):
+        """`results`: what results.json is going to hold; None if it is there."""
         self.workdir, self.config = workdir, workdir.config
         self.left_out: list[str] = []
         self.records = read_records(workdir.metrics_path)
         self._note(workdir.metrics_path, len(self.records))
-        results = _object(text_of(workdir.results_path))
-        self.results = _results(results)
-        if workdir.results_path.exists() and not (results and _is_whole(results)):
+        text = text_of(workdir.results_path) if results is None else results
+        found = _object(text)
+        self.results = _results(found)
+        has_results = results is not None or workdir.results_path.exists()
+        if has_results and not (found and _is_whole(found)):
             self.left_out.append(
                 f"{workdir.results_path.name}: incomplete or damaged entries are not shown."
             )

@@ -165,12 +165,16 @@ def _num_samples(record: dict) -> str:
     return str(settings["num_samples"])
 
 
-def page(workdir: Workdir) -> str:
+def page(workdir: Workdir, results: str | None = None) -> str:
     """The report of a workdir as HTML: results, curves, samples, evaluations and config.
+
+    Args:
+      workdir: the workdir.
+      results: what results.json is going to hold; None if it is there.
 
     Raises `UserError` if the folder is no workdir. Files that are missing or damaged leave their sections out.
     """
-    run = RunFiles(workdir)
+    run = RunFiles(workdir, results)
     config = run.config
     about = f"K = {config.chunk_size}, head {config.lm.head.name}, seed {config.seed}"
     sections = [_stage_section(run, stage) for stage in run.stages()]
@@ -205,10 +209,10 @@ def write(workdir: Workdir) -> pathlib.Path:
     return workdir.report_path
 
 
-def try_to_write(workdir: Workdir) -> None:
-    """Writes report.html. An error is printed and not raised, because a report must not fail a run that has its results."""
+def try_to_write(workdir: Workdir, results: str | None = None) -> None:
+    """Writes report.html (see `page`). An error is printed and not raised, as a report must not fail a run that has its results."""
     try:
-        write(workdir)
+        write_atomically(workdir.report_path, page(workdir, results))
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         print(f"report: {workdir.report_path} was not written ({reason})", flush=True)

@@ -24,7 +24,6 @@ import hashlib
 import json
 import pathlib
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -263,7 +262,8 @@ class Workdir:
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[Callable[[], None]]:
-        """Owns the folder, by a lock, inside the `with` block. Every command writes to a workdir only inside such a block.
+        """Owns the folder, by a lock, inside the `with` block. Commands write to a workdir only inside such a block, but for
+        `calm_jax.report`, which replaces report.html at once.
 
         Yields a function that raises `UserError` if the folder was deleted, moved or replaced meanwhile.
 
@@ -348,7 +348,9 @@ class Workdir:
 
     def import_autoencoder(self, source: "Workdir") -> None:
         """Copies the latest autoencoder checkpoint of another workdir."""
-        self._copy(source, "autoencoder", self.checkpoints("autoencoder"))
+        checkpoint.copy_latest(
+            source.checkpoints("autoencoder"), self.checkpoints("autoencoder"), leave_out=()
+        )
 
     def initial(self, stage: str) -> pathlib.Path:
         """The folder of the initial parameters of a stage, copied from `init_from`."""
@@ -356,29 +358,9 @@ class Workdir:
 
     def import_initial(self, source: "Workdir", stage: str) -> None:
         """Copies the latest parameters of `source` as initial ones, so that the run does not depend on that folder later."""
-        self._copy(source, stage, self.initial(stage), leave_out=("training",))
-
-    def _copy(
-        self, source: "Workdir", stage: str, folder: pathlib.Path, leave_out: Sequence[str] = ()
-    ) -> None:
-        """Copies a stage's latest checkpoint, without the names in `leave_out`, into `folder`.
-
-        The copy is made beside `folder` and then renamed, so that `folder` appears only when it is complete.
-        """
-        theirs = source.checkpoints(stage)
-        step = checkpoint.latest_step(theirs)
-        # Refuses a device in place of a file: copying it would go on until the disk is full.
-        checkpoint.check_files(theirs, step)
-        unfinished = folder.with_name(f"{folder.name}.tmp")
-        with os_errors(folder, "written"):
-            if unfinished.is_symlink():
-                unfinished.unlink()
-            shutil.rmtree(unfinished, ignore_errors=True)
-            # A stage that was killed before its first checkpoint leaves a folder without one.
-            shutil.rmtree(folder, ignore_errors=True)
-            ignored = shutil.ignore_patterns(*leave_out)
-            shutil.copytree(theirs / str(step), unfinished / str(step), ignore=ignored)
-            unfinished.rename(folder)
+        checkpoint.copy_latest(
+            source.checkpoints(stage), self.initial(stage), leave_out=("training",)
+        )
 
     def load_params(self, stage: str, task: AutoencoderTask | LmTask, mesh: Mesh) -> Params:
         """The latest parameters of a stage, sharded over the mesh. Raises `UserError` if there is no checkpoint."""

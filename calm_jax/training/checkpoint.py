@@ -6,9 +6,10 @@ import functools
 import logging
 import os
 import pathlib
+import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from calm_jax.cli.clock import ends_if_set_back
-from calm_jax.cli.files import os_errors, sync
+from calm_jax.cli.files import open_regular, os_errors, sync
 from calm_jax.errors import UserError, require_at_least
 from calm_jax.parallel import multihost
 from calm_jax.parallel.mesh import shardings
@@ -236,7 +237,7 @@ def _damage(folder: pathlib.Path, step: int | None, reason: str) -> str:
     return f"the checkpoint {path} is damaged ({reason}); {way_out}"
 
 
-def check_files(folder: pathlib.Path, step: int | None) -> None:
+def _check_files(folder: pathlib.Path, step: int | None) -> None:
     """Raises `UserError` if a checkpoint has anything but folders and regular files, or a metadata file that is too large."""
     for path in (folder / str(step)).rglob("*"):
         # Reading a pipe might never end, and TensorStore ends the process if a metadata file does not fit into memory.
@@ -286,7 +287,7 @@ def _errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
     """Turns every error while a checkpoint is read into a `UserError`: for damaged files Orbax raises many types."""
     _hide_late_errors()
     try:
-        check_files(folder, step)
+        _check_files(folder, step)
         yield
     except Exception as error:
         if step != latest_step(folder):
@@ -368,6 +369,10 @@ def check_step(folder: pathlib.Path, step: int, stored: object) -> None:
 def _steps(folder: pathlib.Path) -> list[int]:
     # A folder that cannot be read must not look like a folder without checkpoints.
     with os_errors(folder, "read"), contextlib.suppress(FileNotFoundError):
+        if folder.is_symlink() and not folder.exists():
+            raise UserError(
+                f"{folder} is a link to {os.readlink(folder)}, which is not there: is its disk mounted?"
+            )
         names = [name for name in os.listdir(folder) if name.isdecimal() and name.isascii()]
         # Orbax, too, counts no files.
         return [int(name) for name in names if (folder / name).is_dir()]
@@ -414,6 +419,60 @@ def save_params(folder: pathlib.Path, params: Any, about: dict) -> None:
         manager.wait_until_finished()
 
 
+def _entries(folder: pathlib.Path) -> dict[pathlib.PurePath, int | None]:
+    """Everything in a folder by its relative path, folders before what is in them: bytes of a file, None for a folder."""
+    return {
+        path.relative_to(folder): None if path.is_dir() else path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def copy_latest(folder: pathlib.Path, target: pathlib.Path, leave_out: Collection[str]) -> None:
+    """Copies the latest checkpoint in `folder`, without its items of the names in `leave_out`, into the new folder `target`.
+
+    The copy is made beside `target`, synced to the disk and then renamed, so that `target` appears only when it is complete. A
+    training may write to `folder` meanwhile.
+
+    Raises:
+      UserError: if the checkpoint cannot be read, is deleted while it is being read, or cannot be written.
+    """
+    step = latest_step(folder)
+    source, unfinished = folder / str(step), target.with_name(f"{target.name}.tmp")
+    with os_errors(target, "written"):
+        if unfinished.is_symlink():
+            unfinished.unlink()
+        shutil.rmtree(unfinished, ignore_errors=True)
+        # A stage that was killed before its first checkpoint leaves a folder without one.
+        shutil.rmtree(target, ignore_errors=True)
+        (unfinished / str(step)).mkdir(parents=True)
+    with _errors_named(folder, step):
+        entries = _entries(source)
+        # A training deletes a checkpoint only when there is a later one: at this moment nothing of it was missing.
+        if latest_step(folder) != step:
+            raise FileNotFoundError(f"{source} is not the latest checkpoint any more")
+        for name, size in entries.items():
+            if name.parts[0] in leave_out:
+                continue
+            copy = unfinished / str(step) / name
+            if size is None:
+                with os_errors(target, "written"):
+                    copy.mkdir()
+                continue
+            with (
+                open_regular(source / name) as file,
+                os_errors(target, "written"),
+                open(copy, "xb") as written,
+            ):
+                shutil.copyfileobj(file, written)
+            if copy.stat().st_size != size:
+                raise ValueError(f"{name} changed while it was being copied")
+    with os_errors(target, "written"):
+        for path in (unfinished, *unfinished.rglob("*")):
+            sync(path)
+        unfinished.rename(target)
+        sync(target.parent)
+
+
 def load_params(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:
     """Loads the parameters of the latest checkpoint in `folder`, without the optimizer.
 
@@ -430,18 +489,12 @@ def load_params(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:
         raise UserError(f"{folder} holds no checkpoint: train first")
     path = folder.resolve() / str(step)
     with _errors_named(folder, step):
-        about: dict[str, Any] = {}
-        stored: dict[str, dict[str, Any]] = {}
-        # `about` is read before the parameters. A running training may delete the checkpoint meanwhile; if `about` were
-        # read last and were gone by then, the parameters would go unchecked. Copies of parameters that earlier commits made
-        # for `init_from` have no `about`.
-        if (path / _ABOUT).exists():
-            with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-                about = reader.restore(path / _ABOUT)
-                stored = _stored_checksums(about)
-                is_step = type(about.get(_STEP, 0)) is int and 0 <= about.get(_STEP, 0) < 2**53
-                if not is_step:
-                    raise ValueError(f"{_STEP!r} in {_ABOUT!r} is no step")
+        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+            about = reader.restore(path / _ABOUT)
+        stored = _stored_checksums(about)
+        is_step = type(about.get(_STEP, 0)) is int and 0 <= about.get(_STEP, 0) < 2**53
+        if not is_step:
+            raise ValueError(f"{_STEP!r} in {_ABOUT!r} is no step")
         with ocp.StandardCheckpointer() as checkpointer:
             params = checkpointer.restore(path / _PARAMS, _abstract(like, mesh))
     check_step(folder, step, about.get(_STEP, step))

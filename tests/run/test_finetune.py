@@ -271,7 +271,9 @@ def test_fine_tuning_starts_from_the_given_parameters(trained, record_file, text
     other = tmp_path / "source"
     shutil.copytree(trained, other)
     finetune(other, tmp_path / "d", record_file, "--config.lm.training.num_steps=1")
+    # As it would be, had it been killed before its first checkpoint.
     shutil.rmtree(tmp_path / "d" / "lm")
+    (tmp_path / "d" / "metrics.jsonl").unlink()
     shutil.rmtree(other)
     again = f"--config=configs/workdir.py:{tmp_path / 'd'}"
     run("calm_jax.main", again)

@@ -60,6 +60,11 @@ def test_a_validation_of_which_the_log_has_lost_a_part_is_done_again(finished, t
         for one in (workdir, finished[0])
     )
     assert found | {"seconds": 0} == expected | {"seconds": 0}
+    # results.json, which says that the run is finished, comes last: a killed run is not finished without its report.
+    report, results = (
+        (workdir / name).stat().st_mtime_ns for name in ("report.html", "results.json")
+    )
+    assert report < results
 
 
 @pytest.mark.slow
@@ -383,6 +388,31 @@ def test_training_refuses_another_runs_config_and_folders_that_are_no_workdir(
 
 
 @pytest.mark.slow
+def test_training_does_not_begin_anew_where_checkpoints_are_gone(finished, text_glob, tmp_path):
+    """Their disk may not be mounted. A stage that was killed before its first checkpoint begins again without a word."""
+    mine, moved = tmp_path / "mine", tmp_path / "moved"
+    shutil.copytree(finished[0], mine)
+    before = (mine / "metrics.jsonl").read_bytes()
+    (mine / "lm").rename(moved)
+    for is_there in (False, True):
+        if is_there:
+            (mine / "lm").mkdir()
+        error = train(text_glob, mine, status=2)
+        assert (
+            "/lm holds no checkpoint, but" in error and "has records of it up to step 12" in error
+        )
+        assert f"--config.autoencoder.checkpoint={mine}" in error
+    (mine / "lm").rmdir()
+    (mine / "lm").symlink_to(tmp_path / "unmounted" / "lm")
+    assert "/lm is a link to" in train(text_glob, mine, status=2)
+    assert (mine / "metrics.jsonl").read_bytes() == before
+    assert not (tmp_path / "unmounted").exists()
+    (mine / "lm").unlink()
+    moved.rename(mine / "lm")
+    assert "nothing to do" in train(text_glob, mine)
+
+
+@pytest.mark.slow
 def test_a_run_refuses_to_resume_on_changed_text(text_glob, tmp_path):
     (tmp_path / "text").mkdir()
     for path in pathlib.Path(text_glob).parent.iterdir():
@@ -482,7 +512,7 @@ def test_a_damaged_file_of_a_workdir_is_named_and_damaged_metrics_are_repaired(
     with open(workdir / "metrics.jsonl", "ab") as lines:
         lines.write(b'5\n\xff\xfe\n{"stage": "lm", "spl')
     damaged = (workdir / "metrics.jsonl").read_bytes()
-    shutil.rmtree(workdir / "lm")
+    shutil.rmtree(workdir / "lm" / "12")
     (workdir / "results.json").write_text("")
     assert "metrics.jsonl.damaged\n" in train(text_glob, workdir)
     assert (workdir / "metrics.jsonl.damaged").read_bytes() == damaged

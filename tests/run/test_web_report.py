@@ -264,7 +264,7 @@ def test_a_report_that_fails_is_a_line_and_keeps_the_old_one(workdir, monkeypatc
     web_report.try_to_write(workdir)
     before = workdir.report_path.read_bytes()
 
-    def fail(workdir):
+    def fail(workdir, results):
         raise ZeroDivisionError("two\nlines")
 
     monkeypatch.setattr(web_report, "page", fail)
@@ -272,6 +272,13 @@ def test_a_report_that_fails_is_a_line_and_keeps_the_old_one(workdir, monkeypatc
     assert workdir.report_path.read_bytes() == before
     (line,) = capsys.readouterr().out.splitlines()
     assert "report.html was not written (ZeroDivisionError: two lines)" in line
+
+
+def test_a_page_before_results_json_is_that_after_it(workdir):
+    page, text = web_report.page(workdir), workdir.results_path.read_text()
+    workdir.results_path.unlink()
+    assert web_report.page(workdir) != page
+    assert web_report.page(workdir, text) == page
 
 
 def test_axes_of_a_comparison(workdir):

@@ -191,7 +191,7 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(tmp_path):
     checkpointer.close()
 
 
-@pytest.mark.parametrize("change", ["no checksums", "of another name", "no about"])
+@pytest.mark.parametrize("change", ["no checksums", "of another name"])
 def test_a_checkpoint_without_checksums_is_read_and_named(tmp_path, change, capfd):
     """As earlier commits wrote them."""
     saved = save(tmp_path / "lm")
@@ -202,19 +202,72 @@ def test_a_checkpoint_without_checksums_is_read_and_named(tmp_path, change, capf
     name = tmp_path / "lm" / "20"
     of = f"note: the checkpoint {name} has no checksums of {{}}, as of an earlier version: these arrays are not checked"
     capfd.readouterr()
-    if change == "no about":
-        # A copy of parameters for `init_from`.
-        shutil.rmtree(path.parent)
-        with jax.set_mesh(mesh_of(1, 1, 1)):
-            assert same(load_params(tmp_path / "lm", saved[20][0], mesh_of(1, 1, 1)), saved[20][0])
-        expected = [of.format("params")]
-    else:
-        if change == "of another name":
-            path.write_text(json.dumps(about | {"checksum": {}}))
-        assert same(load(tmp_path / "lm", saved[20]), saved[20])
-        expected = [of.format("params"), of.format("params and training")]
+    if change == "of another name":
+        path.write_text(json.dumps(about | {"checksum": {}}))
+    assert same(load(tmp_path / "lm", saved[20]), saved[20])
     lines = capfd.readouterr().err.splitlines()
+    expected = [of.format("params"), of.format("params and training")]
     assert [line for line in lines if line.startswith("note: ")] == expected
+
+
+def test_a_checkpoint_without_its_checksums_file_is_damaged(tmp_path):
+    saved, mesh = save(tmp_path / "lm"), mesh_of(1, 1, 1)
+    shutil.rmtree(tmp_path / "lm" / "20" / "about")
+    damaged = r"^the checkpoint \S+/20 is damaged \(.*\); `mv \S+ \S+` makes the one of step 10"
+    with jax.set_mesh(mesh), pytest.raises(UserError, match=damaged):
+        load_params(tmp_path / "lm", saved[20][0], mesh)
+
+
+def test_a_copy_of_a_checkpoint_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
+    saved, mesh = save(tmp_path / "lm"), mesh_of(1, 1, 1)
+    target, synced = tmp_path / "init_lm", set()
+
+    def sync(path):
+        if not target.exists():
+            synced.add(path)
+
+    monkeypatch.setattr(checkpoint, "sync", sync)
+    checkpoint.copy_latest(tmp_path / "lm", target, leave_out=("training",))
+    renamed = {tmp_path / "init_lm" / path.relative_to(tmp_path / "init_lm.tmp") for path in synced}
+    assert renamed == {target, *target.rglob("*")}
+    with jax.set_mesh(mesh):
+        assert same(load_params(target, saved[20][0], mesh), saved[20][0])
+    assert {path.name for path in (target / "20").iterdir()} >= {"params", "about"}
+    assert not (target / "20" / "training").exists()
+
+
+@pytest.mark.parametrize("deleted", ["before it is listed", "before it is copied"])
+def test_a_checkpoint_that_a_training_deletes_meanwhile_is_not_copied(
+    tmp_path, deleted, monkeypatch
+):
+    """In part, it would be found damaged only when it is loaded, and again each time."""
+    save(tmp_path / "lm")
+    entries = checkpoint._entries
+
+    def delete():
+        shutil.copytree(tmp_path / "lm" / "20", tmp_path / "lm" / "30")
+        shutil.rmtree(tmp_path / "lm" / "20" / "params")
+
+    def listed(folder):
+        if deleted == "before it is listed":
+            delete()
+            return entries(folder)
+        found = entries(folder)
+        monkeypatch.setattr(checkpoint, "latest_step", deleted_after)
+        return found
+
+    def deleted_after(folder):
+        monkeypatch.setattr(checkpoint, "latest_step", latest_step)
+        delete()
+        return 20
+
+    monkeypatch.setattr(checkpoint, "_entries", listed)
+    with pytest.raises(UserError, match=r"/lm/20 was deleted or replaced while it was being read"):
+        checkpoint.copy_latest(tmp_path / "lm", tmp_path / "init_lm", leave_out=())
+    assert not (tmp_path / "init_lm").exists()
+    monkeypatch.undo()
+    checkpoint.copy_latest(tmp_path / "lm", tmp_path / "init_lm", leave_out=())
+    assert latest_step(tmp_path / "init_lm") == 30
 
 
 @pytest.mark.parametrize("checksums", [None, [], {"params": None}, {"params": [1, 2]}])
