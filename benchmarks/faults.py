@@ -164,6 +164,14 @@ def _jobs(folder: pathlib.Path) -> dict[str, Job]:
             without=(),
             is_cached=False,
         ),
+        "finetune": Job(
+            lambda out: [
+                *["calm_jax.main", recipe, *often, f"--workdir={out}", "--config.stage=lm"],
+                f"--config.init_from={trained}",
+            ],
+            _of_run,
+            without=(),
+        ),
         "serve": Job(
             lambda out: ["benchmarks.several", "asked", str(trained), str(out)],
             _lines,
@@ -217,7 +225,7 @@ FAULTS = (
 _TO_AN_END = ("full", "readonly", "clock")
 _JOBS = flags.DEFINE_list(
     "jobs",
-    ["train", "pair", "evaluate", "generate", "serve", "prepare", "convert", "export"],
+    ["train", "pair", "finetune", "evaluate", "generate", "serve", "prepare", "convert", "export"],
     "commands to disturb",
 )
 _FAULTS = flags.DEFINE_list("faults", list(FAULTS), f"what to do to them, of {', '.join(FAULTS)}")
@@ -780,7 +788,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--folder={root} has trials of --seed={min(other)}: give another folder")
     done = {(one["job"], one["fault"], one["number"]) for one in records}
     _adopt_orphans()
-    if {"generate", "serve", "export", "convert"} & set(_JOBS.value):
+    if {"finetune", "generate", "serve", "export", "convert"} & set(_JOBS.value):
         _reference("train", jobs["train"], jobs, root)
     if "convert" in _JOBS.value:
         _reference("export", jobs["export"], jobs, root)

@@ -33,7 +33,7 @@ from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, write_atomically
 from calm_jax.cli.flags import define_recipe, parse_flags
-from calm_jax.cli.output import owned_file
+from calm_jax.cli.output import owned_file, write_result
 from calm_jax.config import Config, resolve
 from calm_jax.data.tokenizers import Tokenizer, open_tokenizer
 from calm_jax.errors import UserError
@@ -96,7 +96,7 @@ def _write(config: Config, tokenizer: Tokenizer, path: pathlib.Path) -> None:
     text = Dataset(config, read_corpus(config), tokenizer)
     given, number = references_of(config, text, tokenizer, _POSITIONS.value)
     lines = [json.dumps(dataclasses.asdict(one), ensure_ascii=False) + "\n" for one in given]
-    write_atomically(path, "".join(lines))
+    write_result(path, "".join(lines))
     print(
         f"{path}: {len(given):,} of {number:,} positions, each after {config.eval.context_tokens} to "
         f"{config.eval.block_tokens} tokens of context"

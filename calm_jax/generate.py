@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from absl import app, flags
 
 from calm_jax.cli import progress
-from calm_jax.cli.files import local_path, read_text, write_atomically
+from calm_jax.cli.files import local_path, read_text
 from calm_jax.cli.flags import given_folder, parse_flags
-from calm_jax.cli.output import new_file, owned_file
+from calm_jax.cli.output import new_file, owned_file, write_result
 from calm_jax.errors import UserError
 from calm_jax.parallel import startup
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
@@ -190,7 +190,7 @@ def _write(
             left.done(len(done))
     done.sort(key=lambda one: one.index)
     lines = "".join(map(as_line, done))
-    multihost.write_once(lambda: write_atomically(path, lines))
+    multihost.write_once(lambda: write_result(path, lines))
     print(f"{path}: {len(done)} texts; {generator.describe(done, options)}")
 
 

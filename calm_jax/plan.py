@@ -22,9 +22,9 @@ from absl import app, flags
 from ml_collections import ConfigDict
 
 from calm_jax.cli.command import command
-from calm_jax.cli.files import local_path, nan_to_none, write_atomically
+from calm_jax.cli.files import local_path, nan_to_none
 from calm_jax.cli.flags import define_recipe, parse_flags
-from calm_jax.cli.output import owned_file
+from calm_jax.cli.output import owned_file, write_result
 from calm_jax.errors import UserError
 
 _CONFIG = define_recipe("recipe: a file with get_config()")
@@ -94,7 +94,7 @@ def _plan(recipe: ConfigDict, output: pathlib.Path) -> int:
         record: dict = {"tries": {str(one.topology): one.why_not for one in tries}}
         if plan is not None:
             record |= report.record(plan, _EFFICIENCY.value, _PRICE.value)
-        write_atomically(output, json.dumps(nan_to_none(record), indent=2) + "\n")
+        write_result(output, json.dumps(nan_to_none(record), indent=2) + "\n")
     if plan is None:
         raise UserError(
             f"--fit={_FIT.value}: no size could be compiled; {tries[-1].topology}: {tries[-1].why_not}. A family with more memory, "

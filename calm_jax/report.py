@@ -13,9 +13,9 @@ import uuid
 from absl import app, flags
 
 from calm_jax.cli.command import command
-from calm_jax.cli.files import local_path, write_atomically
+from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import parse_flags_and_arguments
-from calm_jax.cli.output import owned_file
+from calm_jax.cli.output import owned_file, write_result
 from calm_jax.errors import UserError
 
 _OUTPUT = flags.DEFINE_string(
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
         else:
             text = web_comparison.comparison(web_comparison.by_name(workdirs))
         # A training that is running may write its page at the same time.
-        write_atomically(path, text, f".{uuid.uuid4().hex}")
+        write_result(path, text, f".{uuid.uuid4().hex}")
     print(f"{path}: {len(text.encode()) / 1e3:,.0f} kB")
 
 

@@ -15,8 +15,13 @@ from absl import flags, logging
 from calm_jax.cli.signals import EXIT_INTERRUPTED, EndOnSignal
 from calm_jax.errors import Interrupted, UserError
 
-# The disk, or the user's share of it, is full.
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What to do about errors of stdout: the disk, or the user's share of it, is full; or it cannot be written, as a terminal that is
+# gone.
+_WAYS_OUT = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+    errno.EIO: "give it to a file or to another terminal",
+}
 # The longest time for a process to end after a signal; several processes of one run end together.
 _EXIT_SECONDS = 20
 
@@ -41,6 +46,14 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
     except OSError:
         _drop(sys.stderr)
+
+
+def _require_folder() -> None:
+    """Raises `UserError` if the current folder, in which relative paths begin, was deleted."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the current folder was deleted: `cd` to another one") from error
 
 
 def _end_soon() -> None:
@@ -73,6 +86,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         try:
             with EndOnSignal():
+                _require_folder()
                 status = main(argv) or 0
                 sys.stdout.flush()
         except UserError as error:
@@ -83,12 +97,13 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
             _drop(sys.stderr)
             status = 128 + signal.SIGPIPE
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in _WAYS_OUT:
                 raise
             _drop(sys.stdout)
             # A command's own file that cannot be written is a `UserError` (`os_errors`). This may be stdout, after that file.
             _say(
-                f"error: {error.strerror}, for the output or a temporary file: make room; files that are complete are kept"
+                f"error: {error.strerror}, for the output or a temporary file: {_WAYS_OUT[error.errno]}; files that are complete "
+                "are kept"
             )
             status = 2
         except Interrupted as interruption:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from calm_jax.cli.ownership import LOCK, is_foreign, owned
+from calm_jax.cli.signals import ignore_the_next
 from calm_jax.errors import UserError
 
 # Bytes of the largest JSON file that is read: far more than any has, and far less than would fill the memory.
@@ -257,6 +258,7 @@ def atomic_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
             yield unfinished
             for entry in (unfinished, *unfinished.rglob("*")):
                 sync(entry)
+            ignore_the_next()
             unfinished.rename(path)
             sync(path.parent)
         except OSError as error:

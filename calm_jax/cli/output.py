@@ -6,7 +6,8 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from calm_jax.cli.files import os_errors, unfinished_folder
+from calm_jax.cli.files import os_errors, unfinished_folder, write_atomically
+from calm_jax.cli.signals import ignore_the_next
 from calm_jax.errors import UserError
 
 
@@ -43,3 +44,9 @@ def owned_file(path: pathlib.Path, flag: str, overwrite: bool) -> Iterator[pathl
     with unfinished_folder(path, flag):
         # Checked again, because another process may have written it before this one got the lock.
         yield new_file(path, flag, overwrite)
+
+
+def write_result(path: pathlib.Path, text: str, tag: str = "") -> None:
+    """`write_atomically` of the file that is a command's result, after which a signal does not ask for the command again."""
+    ignore_the_next()
+    write_atomically(path, text, tag)

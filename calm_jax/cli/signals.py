@@ -1,4 +1,7 @@
-"""SIGTERM and Ctrl-C end a command with one line. `calm_jax.parallel.signals` extends this to several processes."""
+"""SIGTERM, SIGHUP (the terminal is gone) and Ctrl-C end a command with one line.
+
+`calm_jax.parallel.signals` extends this to several processes.
+"""
 
 import signal
 import sys
@@ -10,7 +13,20 @@ from calm_jax.errors import Interrupted
 
 # EX_TEMPFAIL of sysexits.h, "try again later": the launch scripts restart a command that ends with it.
 EXIT_INTERRUPTED = 75
+# The signals that end a command.
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _AGAIN_SECONDS = 0.5
+# The handlers whose `with` block is being run.
+_handlers: list["SignalHandler"] = []
+
+
+def ignore_the_next() -> None:
+    """Call it before a command's result gets its name, after which there is little left to do: the next signal is ignored.
+
+    Else a command that is complete would ask to be given again, and would then be refused because its result exists.
+    """
+    for handler in _handlers:
+        handler.ignores_next = True
 
 
 def interrupted(name: str) -> Interrupted:
@@ -27,10 +43,17 @@ def _is_importing() -> bool:
 
 
 class SignalHandler:
-    """Calls `received(number)` for the given signals inside a `with` block, and restores the previous handlers after it."""
+    """Calls `received(number)` for the given signals inside a `with` block, and restores the previous handlers after it.
+
+    SIGHUP stays ignored where it is, as in commands that `nohup` starts.
+
+    Attributes:
+      ignores_next: whether the next signal is ignored.
+    """
 
     def __init__(self, signals: tuple[signal.Signals, ...], received: Callable[[int], None]):
         self._signals, self._received = signals, received
+        self.ignores_next = False
         self._previous: dict[signal.Signals, Any] = {}
         self._interruption: Interrupted | None = None
         self._previous_hook = sys.unraisablehook
@@ -70,12 +93,21 @@ class SignalHandler:
 
     def __enter__(self) -> "SignalHandler":
         def handle(number: int, frame: FrameType | None) -> None:
-            self._received(number)
+            if self.ignores_next:
+                self.ignores_next = False
+            else:
+                self._received(number)
 
-        self._previous = {number: signal.signal(number, handle) for number in self._signals}
+        self._previous = {
+            number: signal.signal(number, handle)
+            for number in self._signals
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        }
+        _handlers.append(self)
         return self
 
     def __exit__(self, *given: object) -> None:
+        _handlers.remove(self)
         if self._interruption is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             sys.unraisablehook = self._previous_hook
@@ -88,10 +120,10 @@ class SignalHandler:
 
 
 class EndOnSignal(SignalHandler):
-    """Raises `Interrupted` at once on SIGTERM or Ctrl-C inside a `with` block."""
+    """Raises `Interrupted` at once on a signal inside a `with` block."""
 
     def __init__(self) -> None:
-        super().__init__((signal.SIGTERM, signal.SIGINT), self._end)
+        super().__init__(ENDING, self._end)
 
     def _end(self, number: int) -> None:
         self.interrupt(signal.Signals(number).name)

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C in runs of several processes, and in training, which ends with a checkpoint.
+"""SIGTERM, SIGHUP and Ctrl-C in runs of several processes, and in training, which ends with a checkpoint.
 
 A signal may reach only some of the processes. JAX's distributed runtime handles SIGTERM itself and tells the other
 processes, so that all of them end at the same step: at the same call of `poll` or `NoteSignal.asked`.
@@ -13,7 +13,7 @@ import time
 
 from jax.experimental import multihost_utils
 
-from calm_jax.cli.signals import EXIT_INTERRUPTED, SignalHandler, interrupted
+from calm_jax.cli.signals import ENDING, EXIT_INTERRUPTED, SignalHandler, interrupted
 from calm_jax.parallel import multihost
 
 _SAME_SIGNAL_SECONDS = 1.0
@@ -36,9 +36,9 @@ def _is_signalled() -> bool:
 
 
 class _Handled(SignalHandler, abc.ABC):
-    """Handles SIGTERM and Ctrl-C inside a `with`, with or without JAX's distributed runtime.
+    """Handles SIGTERM, SIGHUP and Ctrl-C inside a `with`, with or without JAX's distributed runtime.
 
-    With the runtime, Ctrl-C becomes a SIGTERM, of which the runtime tells all processes; a second Ctrl-C ends this process
+    With the runtime, SIGHUP and Ctrl-C become a SIGTERM, of which the runtime tells all processes; a second one ends this process
     at once.
     """
 
@@ -46,10 +46,9 @@ class _Handled(SignalHandler, abc.ABC):
 
     def __init__(self) -> None:
         # The runtime handles SIGTERM itself.
-        on = multihost.is_initialized()
-        super().__init__(
-            (signal.SIGINT,) if on else (signal.SIGTERM, signal.SIGINT), self._pass_on_or_handle
-        )
+        its_own = (signal.SIGTERM,) if multihost.is_initialized() else ()
+        ours = tuple(number for number in ENDING if number not in its_own)
+        super().__init__(ours, self._pass_on_or_handle)
 
     def _pass_on_or_handle(self, number: int) -> None:
         if not multihost.is_initialized():

@@ -2,18 +2,17 @@
 
 import asyncio
 import contextlib
-import signal
 import socket
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.applications import Starlette
 
-from calm_jax.cli.signals import SignalHandler
+from calm_jax.cli.signals import ENDING, SignalHandler
 
 
 class _Server(uvicorn.Server):
-    """A server that returns after SIGTERM or Ctrl-C, where uvicorn's own server would raise the signal again.
+    """A server that returns after a signal, where uvicorn's own server would raise the signal again.
 
     After a second signal it does not wait for open requests.
     """
@@ -24,14 +23,14 @@ class _Server(uvicorn.Server):
             self.force_exit = self.should_exit
             self.should_exit = True
 
-        with SignalHandler((signal.SIGTERM, signal.SIGINT), end):
+        with SignalHandler(ENDING, end):
             yield
 
 
 def listen(
     app: Starlette, listener: socket.socket, most_connections: int, drain_seconds: int
 ) -> None:
-    """Serves until SIGTERM or Ctrl-C. Then it takes no more requests, and returns when the accepted ones are answered.
+    """Serves until SIGTERM, SIGHUP or Ctrl-C. Then it takes no more requests, and returns when the accepted ones are answered.
 
     Args:
       app: the application.

@@ -201,7 +201,7 @@ class Trainer:
 
         Raises:
           Interrupted: after a signal, once a checkpoint is saved.
-          BrokenPipeError: if nobody reads the output any more; with a single process, once a checkpoint is saved.
+          OSError: if the output cannot be written; with a single process, once a checkpoint is saved.
           UserError: if `max_nonfinite_steps` updates in a row are not finite, or a checkpoint cannot be written.
         """
         stage, config = self._stage, self._stage.training
@@ -216,7 +216,7 @@ class Trainer:
             stop = NoteSignal()
             with stop:
                 step = self._first_step
-                unread: BrokenPipeError | None = None
+                unwritten: OSError | None = None
                 try:
                     # The interrupted run may have ended between its checkpoint and the evaluation of that step.
                     self._evaluate(step, stop)
@@ -229,11 +229,12 @@ class Trainer:
                             break
                         if step % config.checkpoint_every == 0:
                             self._save(step)
-                except BrokenPipeError as error:
-                    # Nobody reads the output any more: Ctrl-C ends a `| tee`, too. Of several processes only this one knows.
+                except OSError as error:
+                    # The output cannot be written: nobody reads it any more, as Ctrl-C ends a `| tee`, too, or its terminal is gone.
+                    # Of several processes only this one knows.
                     if jax.process_count() > 1:
                         raise
-                    unread = error
+                    unwritten = error
                 if step > self._first_step:
                     self._save(step)
                 self._checkpointer.wait()
@@ -243,12 +244,14 @@ class Trainer:
                     raise Interrupted(
                         f"{signal}: stage {stage.name} is saved at step {step}; the same command resumes from there"
                     )
-                if unread is not None:
-                    raise unread
+                if unwritten is not None:
+                    raise unwritten
         finally:
             if self._profiling:
                 self._stop_profile(int(self._state.step))
-            self._progress.close()
+            # A terminal that is gone has no live line to end.
+            with contextlib.suppress(OSError):
+                self._progress.close()
         return self._state.params
 
     def _step(self, step: int) -> None:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from calm_jax.cli import signals
-from calm_jax.cli.files import nan_to_none
+from calm_jax.cli.files import atomic_folder, nan_to_none
 from calm_jax.errors import Interrupted
 from tests.workdirs import ROOT, run
 
@@ -257,6 +257,51 @@ def test_a_signal_that_comes_in_a_destructor_ends_the_command(name, within):
     )
     assert done.returncode == 75
     assert done.stderr.startswith(f"interrupted: {name}: ") and done.stderr.count("\n") == 1
+
+
+def test_a_signal_after_the_result_has_its_name_is_no_interruption(tmp_path):
+    """Else the command would ask to be given again, and would then be refused, as its result exists."""
+    with signals.EndOnSignal(), atomic_folder(tmp_path / "made", "--output") as folder:
+        (folder / "part").touch()
+    with pytest.raises(Interrupted), signals.EndOnSignal():
+        with atomic_folder(tmp_path / "whole", "--output") as folder:
+            (folder / "part").touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (tmp_path / "whole" / "part").exists()
+        # The next one ends a command that waits for something.
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("the second signal was ignored")
+    with pytest.raises(Interrupted), signals.EndOnSignal():
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("an earlier command's result counted")
+
+
+def test_a_terminal_that_is_gone_ends_a_command_unless_nohup_started_it():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.EndOnSignal():
+            os.kill(os.getpid(), signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with pytest.raises(Interrupted, match=r"^SIGHUP: "), signals.EndOnSignal():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_command_in_a_folder_that_was_deleted_says_so(tmp_path):
+    (tmp_path / "gone").mkdir()
+    code = "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, sys.argv[1:])"
+    command = [sys.executable, "-m", "calm_jax.report", "runs/x"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command],
+        cwd=tmp_path / "gone",
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: the current folder was deleted: `cd` to another one\n"
 
 
 def test_what_is_cleaned_up_after_a_signal_is_not_interrupted(monkeypatch):

@@ -376,6 +376,8 @@ def test_a_signal_while_the_last_checkpoint_is_written_ends_the_command(tmp_path
     "number, error, message",
     [
         (signal.SIGINT, Interrupted, "SIGINT: stage lm is saved at step 6"),
+        # The terminal is gone.
+        (signal.SIGHUP, Interrupted, "SIGHUP: stage lm is saved at step 6"),
         (None, BrokenPipeError, None),
     ],
 )
