@@ -23,7 +23,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class Interrupted(BaseException):
-    """A signal (SIGTERM or Ctrl-C) stopped the run. The message says what was saved.
+    """A signal (SIGTERM, SIGHUP or Ctrl-C) stopped the run. The message says what was saved.
 
     Not a subclass of Exception, as KeyboardInterrupt is not: `except Exception` must not handle it as a failure.
     """

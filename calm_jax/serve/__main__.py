@@ -2,7 +2,7 @@
 
 python -m calm_jax.serve --workdir=runs/quickstart
 
-Options that a request does not name are those of the model's config, section `sample`. SIGTERM and Ctrl-C end the server after
+Options that a request does not name are those of the model's config, section `sample`. SIGTERM, SIGHUP and Ctrl-C end the server after
 the requests that it is answering; a second signal ends it at once. There is no password: whoever reaches the port can use the
 model.
 """

@@ -454,6 +454,8 @@ def copy_latest(folder: pathlib.Path, target: pathlib.Path, leave_out: Collectio
             if name.parts[0] in leave_out:
                 continue
             copy = unfinished / str(step) / name
+            if size is None and (source / name).is_symlink():
+                raise ValueError(f"{name} is a link to a folder")
             if size is None:
                 with os_errors(target, "written"):
                     copy.mkdir()

@@ -322,6 +322,12 @@ def test_a_device_in_the_source_is_not_copied_until_the_disk_is_full(tmp_path):
     workdir.import_initial(source, "lm")
     assert (workdir.initial("lm") / "12" / "params" / "whole").read_text() == "whole"
     assert [path.name for path in source.path.iterdir()] == ["lm"]
+    (folder / "elsewhere").symlink_to(tmp_path)
+    with pytest.raises(
+        UserError, match=r"/lm/12 is damaged \(params/elsewhere is a link to a folder\)"
+    ):
+        workdir.import_initial(source, "lm")
+    (folder / "elsewhere").unlink()
     (folder / "more").symlink_to("/dev/zero")
     with pytest.raises(UserError, match=r"/lm/12 is damaged \(\S+/more is no file\)"):
         workdir.import_initial(source, "lm")
