@@ -215,26 +215,7 @@ class Trainer:
         try:
             stop = NoteSignal()
             with stop:
-                step = self._first_step
-                unwritten: OSError | None = None
-                try:
-                    # The interrupted run may have ended between its checkpoint and the evaluation of that step.
-                    self._evaluate(step, stop)
-                    for step in range(self._first_step + 1, config.num_steps + 1):
-                        self._step(step)
-                        if step % config.log_every == 0 or step == config.num_steps:
-                            self._write_metrics(step)
-                        self._evaluate(step, stop)
-                        if stop.asked():
-                            break
-                        if step % config.checkpoint_every == 0:
-                            self._save(step)
-                except OSError as error:
-                    # The output cannot be written: nobody reads it any more, as Ctrl-C ends a `| tee`, too, or its terminal is gone.
-                    # Of several processes only this one knows.
-                    if jax.process_count() > 1:
-                        raise
-                    unwritten = error
+                step, unwritten = self._train(stop)
                 if step > self._first_step:
                     self._save(step)
                 self._checkpointer.wait()
@@ -253,6 +234,32 @@ class Trainer:
             with contextlib.suppress(OSError):
                 self._progress.close()
         return self._state.params
+
+    def _train(self, stop: NoteSignal) -> tuple[int, OSError | None]:
+        """Trains to the last step, or until a signal comes or the output cannot be written any more.
+
+        Returns the last step that was done, and the error if the output could not be written.
+        """
+        config, step = self._stage.training, self._first_step
+        try:
+            # The interrupted run may have ended between its checkpoint and the evaluation of that step.
+            self._evaluate(step, stop)
+            for step in range(self._first_step + 1, config.num_steps + 1):
+                self._step(step)
+                if step % config.log_every == 0 or step == config.num_steps:
+                    self._write_metrics(step)
+                self._evaluate(step, stop)
+                if stop.asked():
+                    break
+                if step % config.checkpoint_every == 0:
+                    self._save(step)
+        except OSError as error:
+            # Nobody reads the output any more, as Ctrl-C ends a `| tee`, too, or its terminal is gone. Of several processes only this
+            # one knows.
+            if jax.process_count() > 1:
+                raise
+            return step, error
+        return step, None
 
     def _step(self, step: int) -> None:
         if self._profile.first <= step <= self._profile.last and not self._profiling:

@@ -222,7 +222,7 @@ def plan(*options: str, module: str = "calm_jax.plan") -> subprocess.CompletedPr
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1500,
         check=False,
     )
 
