@@ -31,7 +31,7 @@ from calm_jax import brier
 from calm_jax.brier import ORDERS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
-from calm_jax.cli.files import local_path, write_atomically
+from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import define_recipe, parse_flags
 from calm_jax.cli.output import owned_file, write_result
 from calm_jax.config import Config, resolve
@@ -234,7 +234,7 @@ def _run(written: pathlib.Path, output: pathlib.Path) -> None:
                 json.dumps({"id": id, "samples": several}) + "\n"
                 for id, several in drawn[name].items()
             ]
-            write_atomically(output, "".join(lines))
+            write_result(output, "".join(lines))
     scores = {name: scorer.score(samples) for name, samples in drawn.items()}
     _print(scores | floor, len(references))
 

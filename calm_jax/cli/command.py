@@ -20,7 +20,7 @@ from calm_jax.errors import Interrupted, UserError
 _WAYS_OUT = {
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room",
-    errno.EIO: "give it to a file or to another terminal",
+    errno.EIO: "is the terminal gone, or does a disk fail?",
 }
 # The longest time for a process to end after a signal; several processes of one run end together.
 _EXIT_SECONDS = 20
@@ -102,7 +102,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
             _drop(sys.stdout)
             # A command's own file that cannot be written is a `UserError` (`os_errors`). This may be stdout, after that file.
             _say(
-                f"error: {error.strerror}, for the output or a temporary file: {_WAYS_OUT[error.errno]}; files that are complete "
+                f"error: {error.strerror}, for the output or a file: {_WAYS_OUT[error.errno]}; files that are complete "
                 "are kept"
             )
             status = 2

@@ -3,8 +3,10 @@
 `calm_jax.parallel.signals` extends this to several processes.
 """
 
+import math
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -16,6 +18,9 @@ EXIT_INTERRUPTED = 75
 # The signals that end a command.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _AGAIN_SECONDS = 0.5
+# Signals within this time count as one: a host that shuts down signals both a script and the command to which the script passes
+# the signal on.
+SAME_SIGNAL_SECONDS = 1.0
 # The handlers whose `with` block is being run.
 _handlers: list["SignalHandler"] = []
 
@@ -54,6 +59,7 @@ class SignalHandler:
     def __init__(self, signals: tuple[signal.Signals, ...], received: Callable[[int], None]):
         self._signals, self._received = signals, received
         self.ignores_next = False
+        self._ignored_at = -math.inf
         self._previous: dict[signal.Signals, Any] = {}
         self._interruption: Interrupted | None = None
         self._previous_hook = sys.unraisablehook
@@ -93,9 +99,10 @@ class SignalHandler:
 
     def __enter__(self) -> "SignalHandler":
         def handle(number: int, frame: FrameType | None) -> None:
+            now = time.monotonic()
             if self.ignores_next:
-                self.ignores_next = False
-            else:
+                self.ignores_next, self._ignored_at = False, now
+            elif now - self._ignored_at > SAME_SIGNAL_SECONDS:
                 self._received(number)
 
         self._previous = {

@@ -13,10 +13,14 @@ import time
 
 from jax.experimental import multihost_utils
 
-from calm_jax.cli.signals import ENDING, EXIT_INTERRUPTED, SignalHandler, interrupted
+from calm_jax.cli.signals import (
+    ENDING,
+    EXIT_INTERRUPTED,
+    SAME_SIGNAL_SECONDS,
+    SignalHandler,
+    interrupted,
+)
 from calm_jax.parallel import multihost
-
-_SAME_SIGNAL_SECONDS = 1.0
 
 # Numbers the calls of JAX's `reached_preemption_sync_point`, which matches the calls of all processes by their numbers. All
 # stages share the counter.
@@ -42,7 +46,7 @@ class _Handled(SignalHandler, abc.ABC):
     at once.
     """
 
-    _is_passed_on = False
+    _passed_on_at = math.inf
 
     def __init__(self) -> None:
         # The runtime handles SIGTERM itself.
@@ -53,11 +57,11 @@ class _Handled(SignalHandler, abc.ABC):
     def _pass_on_or_handle(self, number: int) -> None:
         if not multihost.is_initialized():
             self._handle(signal.Signals(number).name)
-        elif self._is_passed_on:
+        elif time.monotonic() - self._passed_on_at > SAME_SIGNAL_SECONDS:
             # This process may hang in a collective with a process that has ended.
             os._exit(EXIT_INTERRUPTED)
-        else:
-            self._is_passed_on = True
+        elif self._passed_on_at == math.inf:
+            self._passed_on_at = time.monotonic()
             os.kill(os.getpid(), signal.SIGTERM)
 
     @abc.abstractmethod
@@ -74,8 +78,7 @@ class EndTogetherOnSignal(_Handled):
 class NoteSignal(_Handled):
     """Notes a signal, so that a loop can end between two steps; a second signal raises `Interrupted` at once.
 
-    A signal within a second of the first is ignored: a host that shuts down signals both a script and the command to which
-    the script passes the signal on.
+    A signal within `SAME_SIGNAL_SECONDS` of the first is ignored.
     """
 
     _name = ""
@@ -85,7 +88,7 @@ class NoteSignal(_Handled):
         now = time.monotonic()
         if not self._name:
             self._name, self._noted_at = name, now
-        elif now - self._noted_at > _SAME_SIGNAL_SECONDS:
+        elif now - self._noted_at > SAME_SIGNAL_SECONDS:
             self.interrupt(name)
 
     def asked(self) -> str:

@@ -10,7 +10,8 @@ import time
 import rich.console
 import rich.table
 
-from calm_jax.cli.files import nan_to_none, write_atomically
+from calm_jax.cli.files import nan_to_none
+from calm_jax.cli.output import write_result
 from calm_jax.cli.progress import console, duration
 from calm_jax.config import Config
 from calm_jax.cost import flops
@@ -134,7 +135,7 @@ def record(plan: Plan, efficiency: float, price: float) -> dict:
 def _write(output: pathlib.Path, plans: list[dict]) -> None:
     """Writes several plans to --output, if it is given."""
     if output.name:
-        write_atomically(output, json.dumps(nan_to_none({"plans": plans}), indent=2) + "\n")
+        write_result(output, json.dumps(nan_to_none({"plans": plans}), indent=2) + "\n")
 
 
 def plan_evaluation(config: Config, topology: Topology, output: pathlib.Path) -> int:

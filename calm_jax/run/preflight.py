@@ -165,6 +165,11 @@ def is_finished(config: Config, workdir: Workdir) -> bool:
     if not isinstance(done, dict) or not all(isinstance(done.get(name), dict) for name in trained):
         return False
     steps = {name: checkpoint.latest_step(workdir.checkpoints(name)) for name in trained}
+    if (
+        config.has_autoencoder
+        and checkpoint.latest_step(workdir.checkpoints("autoencoder")) is None
+    ):
+        return False
     return all(
         step is not None
         and step == done[name].get("step")
@@ -179,8 +184,9 @@ def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> N
         return
     step = None if fresh else checkpoint.latest_step(workdir.checkpoints("autoencoder"))
     if config.stage == "lm" and step is None:
+        found = "--overwrite deletes that of" if workdir.exists and fresh else "there is none in"
         raise UserError(
-            f"stage='lm' needs an autoencoder, and {workdir.path} has none: train it with --config.stage=all, or name "
+            f"stage='lm' needs an autoencoder, and {found} {workdir.path}: train it with --config.stage=all, or name "
             "a workdir that has one with --config.autoencoder.checkpoint=DIR"
         )
     if fresh or checkpoint.latest_step(workdir.checkpoints("lm")) is None:
@@ -194,24 +200,43 @@ def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> N
 
 
 def _check_checkpoints(config: Config, workdir: Workdir) -> None:
-    """Raises `UserError` if a stage had checkpoints that are gone: training it anew would drop its metrics and results."""
+    """Raises `UserError` if a stage had checkpoints that are gone: to train it anew would drop its metrics and results."""
     records = read_records(workdir.metrics_path)
-    for name in config.stages:
+    has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
+    for name in ("autoencoder", "lm") if config.has_autoencoder else ("lm",):
         folder = workdir.checkpoints(name)
-        is_copied = name == "autoencoder" and config.autoencoder_source
-        if is_copied or checkpoint.latest_step(folder) is not None:
+        if checkpoint.latest_step(folder) is not None:
             continue
-        ours = [record for record in records if record["stage"] == name]
-        # The folder is made before the first record is written, and the last checkpoint before the whole split is scored.
-        if ours and (not folder.exists() or any(one["split"] == "validation" for one in ours)):
-            anew = "--overwrite, or another --workdir"
-            if name == "lm" and config.has_autoencoder:
-                anew += f" with --config.autoencoder.checkpoint={workdir.path}"
-            raise UserError(
-                f"{folder} holds no checkpoint, but {workdir.metrics_path} has records of it up to step "
-                f"{max(one['step'] for one in ours)}: move the checkpoints back, or mount their disk; to train {name} anew, "
-                f"give {anew}"
+        what = "the language model was trained on it"
+        if name == "lm" or not has_lm:
+            # A copied autoencoder is copied again as long as no language model was trained on it.
+            is_copied = name == "autoencoder" and config.autoencoder_source
+            ours = [one for one in records if one["stage"] == name and not is_copied]
+            if not (ours and _had_checkpoint(name, folder, ours, config, workdir.config)):
+                continue
+            last = max(one["step"] for one in ours)
+            what = f"{workdir.metrics_path} has records of it up to step {last}"
+        anew = "another --workdir, or --overwrite"
+        if name == "lm" and config.has_autoencoder:
+            anew = (
+                f"another --workdir with --config.autoencoder.checkpoint={workdir.path} (--overwrite would delete the "
+                "autoencoder as well)"
             )
+        raise UserError(
+            f"{folder} holds no checkpoint, but {what}: move the checkpoints back, or mount their disk; to begin anew, give {anew}"
+        )
+
+
+def _had_checkpoint(name: str, folder: pathlib.Path, records: list[dict], *configs: Config) -> bool:
+    """Whether the records of a stage, of which there are some, show that it had a complete checkpoint.
+
+    The folder is made before the first record is written. The second checkpoint is begun when the first is complete, and the whole
+    split is scored after the last. A stage that was killed earlier has records, but may have no checkpoint yet.
+    """
+    every = max(getattr(config, name).training.checkpoint_every for config in configs)
+    return not folder.exists() or any(
+        one["split"] == "validation" or one["step"] > 2 * every for one in records
+    )
 
 
 def _refuse_converted(workdir: Workdir) -> None:

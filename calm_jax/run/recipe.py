@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from calm_jax import brier
 from calm_jax.build import check_attention, make_autoencoder_task, make_lm_task, stage_of
 from calm_jax.cli.files import nan_to_none, write_atomically
+from calm_jax.cli.signals import ignore_the_next
 from calm_jax.config import Config, as_dict
 from calm_jax.cost import flops
 from calm_jax.data.corpus import Corpus
@@ -355,6 +356,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
         record = {"eval": dataclasses.asdict(config.eval), "data": dataclasses.asdict(config.data)}
 
         def write() -> None:
+            ignore_the_next()
             report.append(workdir, record | results)
             if "plane" in results:
                 report.draw_plane(results["plane"], workdir.path / "plane.png")

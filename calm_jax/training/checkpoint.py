@@ -437,6 +437,10 @@ def copy_latest(folder: pathlib.Path, target: pathlib.Path, leave_out: Collectio
       UserError: if the checkpoint cannot be read, is deleted while it is being read, or cannot be written.
     """
     step = latest_step(folder)
+    if step is None:
+        raise UserError(
+            f"{folder} holds no checkpoint: were its checkpoints deleted or moved meanwhile?"
+        )
     source, unfinished = folder / str(step), target.with_name(f"{target.name}.tmp")
     with os_errors(target, "written"):
         if unfinished.is_symlink():
@@ -455,17 +459,19 @@ def copy_latest(folder: pathlib.Path, target: pathlib.Path, leave_out: Collectio
                 continue
             copy = unfinished / str(step) / name
             if size is None and (source / name).is_symlink():
-                raise ValueError(f"{name} is a link to a folder")
+                raise ValueError(f"{name} is a link to a folder, which is not copied")
             if size is None:
                 with os_errors(target, "written"):
                     copy.mkdir()
                 continue
-            with (
-                open_regular(source / name) as file,
-                os_errors(target, "written"),
-                open(copy, "xb") as written,
-            ):
-                shutil.copyfileobj(file, written)
+            with open_regular(source / name) as file:
+                with os_errors(target, "written"):
+                    written = open(copy, "xb")  # noqa: SIM115
+                with written:
+                    while piece := file.read(_CHUNK_BYTES):
+                        with os_errors(target, "written"):
+                            written.write(piece)
+                            written.flush()
             if copy.stat().st_size != size:
                 raise ValueError(f"{name} changed while it was being copied")
     with os_errors(target, "written"):

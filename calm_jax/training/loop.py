@@ -201,7 +201,7 @@ class Trainer:
 
         Raises:
           Interrupted: after a signal, once a checkpoint is saved.
-          OSError: if the output cannot be written; with a single process, once a checkpoint is saved.
+          OSError: if the output cannot be written, or the text not be read; with a single process, once a checkpoint is saved.
           UserError: if `max_nonfinite_steps` updates in a row are not finite, or a checkpoint cannot be written.
         """
         stage, config = self._stage, self._stage.training
@@ -236,9 +236,9 @@ class Trainer:
         return self._state.params
 
     def _train(self, stop: NoteSignal) -> tuple[int, OSError | None]:
-        """Trains to the last step, or until a signal comes or the output cannot be written any more.
+        """Trains to the last step, or until a signal or an `OSError` comes, such as that of output that cannot be written.
 
-        Returns the last step that was done, and the error if the output could not be written.
+        Returns the last step that was done, and the error if there was one.
         """
         config, step = self._stage.training, self._first_step
         try:
@@ -254,11 +254,11 @@ class Trainer:
                 if step % config.checkpoint_every == 0:
                     self._save(step)
         except OSError as error:
-            # Nobody reads the output any more, as Ctrl-C ends a `| tee`, too, or its terminal is gone. Of several processes only this
-            # one knows.
+            # Nobody reads the output any more, as Ctrl-C ends a `| tee`, too, or its terminal is gone; or the text cannot be read. Of
+            # several processes only this one knows.
             if jax.process_count() > 1:
                 raise
-            return step, error
+            return int(self._state.step), error
         return step, None
 
     def _step(self, step: int) -> None:

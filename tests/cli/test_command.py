@@ -1,5 +1,6 @@
 """How commands end: on bad flags, and when the reader of their output has exited."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 from calm_jax.cli import signals
 from calm_jax.cli.files import atomic_folder, nan_to_none
 from calm_jax.errors import Interrupted
+from calm_jax.parallel.signals import EndTogetherOnSignal
 from tests.workdirs import ROOT, run
 
 
@@ -87,7 +89,7 @@ def test_output_to_a_full_disk_ends_with_one_line():
         )
     assert done.returncode == 2
     assert done.stderr == (
-        "error: No space left on device, for the output or a temporary file: make room; files that are complete are kept\n"
+        "error: No space left on device, for the output or a file: make room; files that are complete are kept\n"
     )
 
 
@@ -259,16 +261,20 @@ def test_a_signal_that_comes_in_a_destructor_ends_the_command(name, within):
     assert done.stderr.startswith(f"interrupted: {name}: ") and done.stderr.count("\n") == 1
 
 
-def test_a_signal_after_the_result_has_its_name_is_no_interruption(tmp_path):
+@pytest.mark.parametrize("within", [contextlib.nullcontext, EndTogetherOnSignal])
+def test_a_signal_after_the_result_has_its_name_is_no_interruption(within, tmp_path, monkeypatch):
     """Else the command would ask to be given again, and would then be refused, as its result exists."""
     with signals.EndOnSignal(), atomic_folder(tmp_path / "made", "--output") as folder:
         (folder / "part").touch()
-    with pytest.raises(Interrupted), signals.EndOnSignal():
+    with pytest.raises(Interrupted), signals.EndOnSignal(), within():
         with atomic_folder(tmp_path / "whole", "--output") as folder:
             (folder / "part").touch()
-        os.kill(os.getpid(), signal.SIGTERM)
+        # A script and its command may both be signalled.
+        for number in (signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
         assert (tmp_path / "whole" / "part").exists()
-        # The next one ends a command that waits for something.
+        # A later one ends a command that waits for something.
+        monkeypatch.setattr(signals, "SAME_SIGNAL_SECONDS", 0.0)
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("the second signal was ignored")
     with pytest.raises(Interrupted), signals.EndOnSignal():

@@ -324,7 +324,8 @@ def test_a_device_in_the_source_is_not_copied_until_the_disk_is_full(tmp_path):
     assert [path.name for path in source.path.iterdir()] == ["lm"]
     (folder / "elsewhere").symlink_to(tmp_path)
     with pytest.raises(
-        UserError, match=r"/lm/12 is damaged \(params/elsewhere is a link to a folder\)"
+        UserError,
+        match=r"/lm/12 is damaged \(params/elsewhere is a link to a folder, which is not copied\)",
     ):
         workdir.import_initial(source, "lm")
     (folder / "elsewhere").unlink()

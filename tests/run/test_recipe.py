@@ -402,6 +402,12 @@ def test_training_does_not_begin_anew_where_checkpoints_are_gone(finished, text_
             "/lm holds no checkpoint, but" in error and "has records of it up to step 12" in error
         )
         assert f"--config.autoencoder.checkpoint={mine}" in error
+    # Killed in the midst of the stage, after its second checkpoint.
+    records = (mine / "metrics.jsonl").read_text().splitlines()
+    trained = [line for line in records if '"split": "validation"' not in line]
+    (mine / "metrics.jsonl").write_text("\n".join(trained) + "\n")
+    assert "has records of it up to step 12" in train(text_glob, mine, status=2)
+    (mine / "metrics.jsonl").write_bytes(before)
     (mine / "lm").rmdir()
     (mine / "lm").symlink_to(tmp_path / "unmounted" / "lm")
     assert "/lm is a link to" in train(text_glob, mine, status=2)
@@ -409,6 +415,15 @@ def test_training_does_not_begin_anew_where_checkpoints_are_gone(finished, text_
     assert not (tmp_path / "unmounted").exists()
     (mine / "lm").unlink()
     moved.rename(mine / "lm")
+    # The autoencoder that the language model was trained on, of this run or copied.
+    (mine / "autoencoder").rename(moved)
+    for option in ("--config.stage=all", "--config.stage=lm"):
+        error = train(text_glob, mine, option, status=2)
+        assert "/autoencoder holds no checkpoint, but the language model was trained on it" in error
+    moved.rename(mine / "autoencoder")
+    assert "--overwrite deletes that of" in train(
+        text_glob, mine, "--config.stage=lm", "--overwrite", status=2
+    )
     assert "nothing to do" in train(text_glob, mine)
 
 

@@ -236,6 +236,21 @@ def test_a_copy_of_a_checkpoint_is_synced_before_it_has_its_name(tmp_path, monke
     assert not (target / "20" / "training").exists()
 
 
+def test_checkpoints_that_are_gone_leave_no_copy(tmp_path):
+    """As where the source is overwritten while the text is read."""
+    (tmp_path / "lm").mkdir()
+    with pytest.raises(UserError, match=r"/lm holds no checkpoint: were its checkpoints deleted"):
+        checkpoint.copy_latest(tmp_path / "lm", tmp_path / "init_lm", leave_out=())
+    assert [path.name for path in tmp_path.iterdir()] == ["lm"]
+
+
+def test_a_source_that_cannot_be_read_is_not_taken_for_a_full_disk(tmp_path):
+    save(tmp_path / "lm")
+    (tmp_path / "lm" / "20" / "params" / "more").symlink_to("/proc/self/mem")
+    with pytest.raises(UserError, match=r"/lm/20 is damaged \(.*Input/output error"):
+        checkpoint.copy_latest(tmp_path / "lm", tmp_path / "init_lm", leave_out=())
+
+
 @pytest.mark.parametrize("deleted", ["before it is listed", "before it is copied"])
 def test_a_checkpoint_that_a_training_deletes_meanwhile_is_not_copied(
     tmp_path, deleted, monkeypatch

@@ -1,6 +1,7 @@
 """The training loop: accumulation, several devices, non-finite updates, resumed metrics."""
 
 import dataclasses
+import errno
 import gc
 import json
 import os
@@ -398,6 +399,24 @@ def test_output_that_nobody_reads_any_more_loses_no_step(
     with pytest.raises(error, match=message):
         short_run(tmp_path, 12, checkpoint_every=100)
     assert [path.name for path in (tmp_path / "lm").iterdir() if path.is_dir()] == ["6"]
+    monkeypatch.undo()
+    assert [one["step"] for one in short_run(tmp_path, 12).records] == [2, 4, 6, 8, 10, 12]
+
+
+def test_text_that_cannot_be_read_any_more_loses_no_step(tmp_path, monkeypatch):
+    """The step of the batch that was not read is not done."""
+    batches = train_lib.training_batches
+
+    def failing(*given):
+        for number, batch in enumerate(batches(*given), 1):
+            if number == 6:
+                raise OSError(errno.EIO, "Input/output error")
+            yield batch
+
+    monkeypatch.setattr(train_lib, "training_batches", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        short_run(tmp_path, 12, checkpoint_every=100)
+    assert [path.name for path in (tmp_path / "lm").iterdir() if path.is_dir()] == ["5"]
     monkeypatch.undo()
     assert [one["step"] for one in short_run(tmp_path, 12).records] == [2, 4, 6, 8, 10, 12]
 
