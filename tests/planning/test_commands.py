@@ -111,8 +111,13 @@ def test_a_command_for_gpus_fits(options, tmp_path):
     assert_fits(options, tmp_path)
 
 
+# The compiler of TPUs takes less than half the time with the least effort. Its programs need somewhat more memory then (for the
+# evaluation of CALM-M 2.23 instead of 2.09 GiB), so that what fits this way fits otherwise.
+LEAST_EFFORT = {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1.0", "JAX_MEMORY_FITTING_EFFORT": "-1.0"}
+
+
 def assert_fits(options: tuple[str, ...], tmp_path: pathlib.Path) -> None:
-    done = plan(*options, f"--output={tmp_path}/plan.json")
+    done = plan(*options, f"--output={tmp_path}/plan.json", **LEAST_EFFORT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "plan.json").read_text())
     assert all(one["fits"] for one in found.get("plans", [found]))

@@ -215,11 +215,13 @@ def test_advice_names_the_config_keys_that_reduce_memory():
     assert "accumulation_steps" not in "\n".join(advice(config, "lm", small))
 
 
-def plan(*options: str, module: str = "calm_jax.plan") -> subprocess.CompletedProcess:
+def plan(
+    *options: str, module: str = "calm_jax.plan", **environment: str
+) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", module, *options],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=1500,
