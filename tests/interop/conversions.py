@@ -5,7 +5,6 @@ import io
 import flax.traverse_util
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import sentencepiece
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
@@ -15,6 +14,7 @@ from calm_jax.interop import names, published
 from calm_jax.interop.weights import Weights
 from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.run.workdir import Workdir
+from calm_jax.training.checkpoint import save_params
 from tests import tiny_recipe
 from tests.tiny_model import random_params
 
@@ -95,16 +95,14 @@ def random_workdir(folder, arguments, **changes):
     made = {"lm": make_lm_task(config, tokenizer, config.eval.published)}
     if config.has_autoencoder:
         made["autoencoder"] = make_autoencoder_task(config, tokenizer)
-    with ocp.StandardCheckpointer() as checkpointer:
-        for seed, (stage, task) in enumerate(made.items()):
-            path = workdir.checkpoints(stage).resolve() / "7" / "params"
-            params = random_params(task, seed)
-            if stage == "lm" and config.has_autoencoder:
-                embedding = params["embed"]["tokens"]["embedding"]
-                # The pad token's row is zero in every model: it is initialised so and gets no gradient.
-                params["embed"]["tokens"]["embedding"] = np.where(
-                    np.arange(len(embedding))[:, None] == tokenizer.pad_id, 0, embedding
-                ).astype(np.float32)
-            checkpointer.save(path, params)
+    for seed, (stage, task) in enumerate(made.items()):
+        params = random_params(task, seed)
+        if stage == "lm" and config.has_autoencoder:
+            embedding = params["embed"]["tokens"]["embedding"]
+            # The pad token's row is zero in every model: it is initialised so and gets no gradient.
+            params["embed"]["tokens"]["embedding"] = np.where(
+                np.arange(len(embedding))[:, None] == tokenizer.pad_id, 0, embedding
+            ).astype(np.float32)
+        save_params(workdir.checkpoints(stage), jax.tree.map(jax.numpy.asarray, params), {})
     workdir.create_converted(config, tokenizer, {})
     return workdir
