@@ -383,9 +383,12 @@ def test_a_signal_while_the_last_checkpoint_is_written_ends_the_command(tmp_path
     ],
 )
 def test_output_that_nobody_reads_any_more_loses_no_step(
-    number, error, message, tmp_path, monkeypatch
+    number, error, message, tmp_path, monkeypatch, request
 ):
     """Ctrl-C reaches `| tee` as well, which ends before the training has asked for the signal."""
+    # It stays ignored where `nohup` has started the tests.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, before))
     values = Progress.values
 
     def write(self, step, shown):
