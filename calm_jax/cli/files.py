@@ -141,6 +141,12 @@ def sync(path: pathlib.Path) -> None:
         os.close(opened)
 
 
+def sync_tree(folder: pathlib.Path) -> None:
+    """`sync` of a folder and everything in it."""
+    for path in (folder, *folder.rglob("*")):
+        sync(path)
+
+
 def write_atomically(path: pathlib.Path, content: str | bytes | memoryview, tag: str = "") -> None:
     """Writes a file under a temporary name and renames it, so that it is never seen half-written, even after a power cut.
 
@@ -256,8 +262,7 @@ def atomic_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
         refuse_existing(path)
         try:
             yield unfinished
-            for entry in (unfinished, *unfinished.rglob("*")):
-                sync(entry)
+            sync_tree(unfinished)
             ignore_the_next()
             unfinished.rename(path)
             sync(path.parent)

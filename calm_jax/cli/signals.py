@@ -18,9 +18,7 @@ EXIT_INTERRUPTED = 75
 # The signals that end a command.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _AGAIN_SECONDS = 0.5
-# Signals within this time count as one: a host that shuts down signals both a script and the command to which the script passes
-# the signal on.
-SAME_SIGNAL_SECONDS = 1.0
+_SAME_SIGNAL_SECONDS = 1.0
 # The handlers whose `with` block is being run.
 _handlers: list["SignalHandler"] = []
 
@@ -59,10 +57,15 @@ class SignalHandler:
     def __init__(self, signals: tuple[signal.Signals, ...], received: Callable[[int], None]):
         self._signals, self._received = signals, received
         self.ignores_next = False
-        self._ignored_at = -math.inf
+        self._noted_at = -math.inf
         self._previous: dict[signal.Signals, Any] = {}
         self._interruption: Interrupted | None = None
         self._previous_hook = sys.unraisablehook
+
+    def _note(self) -> None:
+        """From now on signals are ignored for a second: a host that shuts down signals both a script and the command to which the
+        script passes the signal on."""
+        self._noted_at = time.monotonic()
 
     def interrupt(self, name: str) -> None:
         """Raises `Interrupted` for a signal, such as "SIGTERM", and again every half second as long as the block goes on.
@@ -99,10 +102,12 @@ class SignalHandler:
 
     def __enter__(self) -> "SignalHandler":
         def handle(number: int, frame: FrameType | None) -> None:
-            now = time.monotonic()
+            if time.monotonic() - self._noted_at <= _SAME_SIGNAL_SECONDS:
+                return
             if self.ignores_next:
-                self.ignores_next, self._ignored_at = False, now
-            elif now - self._ignored_at > SAME_SIGNAL_SECONDS:
+                self.ignores_next = False
+                self._note()
+            else:
                 self._received(number)
 
         self._previous = {

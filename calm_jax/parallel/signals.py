@@ -6,20 +6,12 @@ processes, so that all of them end at the same step: at the same call of `poll` 
 
 import abc
 import itertools
-import math
 import os
 import signal
-import time
 
 from jax.experimental import multihost_utils
 
-from calm_jax.cli.signals import (
-    ENDING,
-    EXIT_INTERRUPTED,
-    SAME_SIGNAL_SECONDS,
-    SignalHandler,
-    interrupted,
-)
+from calm_jax.cli.signals import ENDING, EXIT_INTERRUPTED, SignalHandler, interrupted
 from calm_jax.parallel import multihost
 
 # Numbers the calls of JAX's `reached_preemption_sync_point`, which matches the calls of all processes by their numbers. All
@@ -46,7 +38,7 @@ class _Handled(SignalHandler, abc.ABC):
     at once.
     """
 
-    _passed_on_at = math.inf
+    _is_passed_on = False
 
     def __init__(self) -> None:
         # The runtime handles SIGTERM itself.
@@ -57,11 +49,12 @@ class _Handled(SignalHandler, abc.ABC):
     def _pass_on_or_handle(self, number: int) -> None:
         if not multihost.is_initialized():
             self._handle(signal.Signals(number).name)
-        elif time.monotonic() - self._passed_on_at > SAME_SIGNAL_SECONDS:
+        elif self._is_passed_on:
             # This process may hang in a collective with a process that has ended.
             os._exit(EXIT_INTERRUPTED)
-        elif self._passed_on_at == math.inf:
-            self._passed_on_at = time.monotonic()
+        else:
+            self._is_passed_on = True
+            self._note()
             os.kill(os.getpid(), signal.SIGTERM)
 
     @abc.abstractmethod
@@ -78,17 +71,16 @@ class EndTogetherOnSignal(_Handled):
 class NoteSignal(_Handled):
     """Notes a signal, so that a loop can end between two steps; a second signal raises `Interrupted` at once.
 
-    A signal within `SAME_SIGNAL_SECONDS` of the first is ignored.
+    A signal within a second of the first is ignored.
     """
 
     _name = ""
-    _noted_at = -math.inf
 
     def _handle(self, name: str) -> None:
-        now = time.monotonic()
         if not self._name:
-            self._name, self._noted_at = name, now
-        elif now - self._noted_at > SAME_SIGNAL_SECONDS:
+            self._name = name
+            self._note()
+        else:
             self.interrupt(name)
 
     def asked(self) -> str:

@@ -192,7 +192,8 @@ def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> N
     if fresh or checkpoint.latest_step(workdir.checkpoints("lm")) is None:
         return
     num_steps = config.autoencoder.training.num_steps
-    if "autoencoder" in config.stages and (step is None or step < num_steps):
+    # Where the autoencoder is gone, `_check_checkpoints` has refused already.
+    if "autoencoder" in config.stages and step is not None and step < num_steps:
         raise UserError(
             f"autoencoder.training.num_steps={num_steps}: the language model in {workdir.path} was trained on the "
             f"autoencoder of step {step}, which must not change under it: give another --workdir"
@@ -201,7 +202,6 @@ def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> N
 
 def _check_checkpoints(config: Config, workdir: Workdir) -> None:
     """Raises `UserError` if a stage had checkpoints that are gone: to train it anew would drop its metrics and results."""
-    records = read_records(workdir.metrics_path)
     has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
     for name in ("autoencoder", "lm") if config.has_autoencoder else ("lm",):
         folder = workdir.checkpoints(name)
@@ -211,7 +211,8 @@ def _check_checkpoints(config: Config, workdir: Workdir) -> None:
         if name == "lm" or not has_lm:
             # A copied autoencoder is copied again as long as no language model was trained on it.
             is_copied = name == "autoencoder" and config.autoencoder_source
-            ours = [one for one in records if one["stage"] == name and not is_copied]
+            records = [] if is_copied else read_records(workdir.metrics_path)
+            ours = [one for one in records if one["stage"] == name]
             if not (ours and _had_checkpoint(name, folder, ours, config, workdir.config)):
                 continue
             last = max(one["step"] for one in ours)

@@ -3,7 +3,6 @@
 import html
 import json
 import math
-import pathlib
 
 from calm_jax.cli.files import write_atomically
 from calm_jax.config import as_dict
@@ -201,12 +200,6 @@ def page(workdir: Workdir, results: str | None = None) -> str:
             ),
         ],
     )
-
-
-def write(workdir: Workdir) -> pathlib.Path:
-    """Writes report.html of a workdir and returns its path. The file appears only when it is complete."""
-    write_atomically(workdir.report_path, page(workdir))
-    return workdir.report_path
 
 
 def try_to_write(workdir: Workdir, results: str | None = None) -> None:

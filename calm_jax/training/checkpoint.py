@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from calm_jax.cli.clock import ends_if_set_back
-from calm_jax.cli.files import open_regular, os_errors, sync
+from calm_jax.cli.files import open_regular, os_errors, sync, sync_tree
 from calm_jax.errors import UserError, require_at_least
 from calm_jax.parallel import multihost
 from calm_jax.parallel.mesh import shardings
@@ -427,6 +427,18 @@ def _entries(folder: pathlib.Path) -> dict[pathlib.PurePath, int | None]:
     }
 
 
+def _copy_file(source: pathlib.Path, copy: pathlib.Path, target: pathlib.Path) -> None:
+    """Copies a file. Raises `OSError` if `source` cannot be read, and `UserError` about `target` if `copy` cannot be written."""
+    with open_regular(source) as file:
+        with os_errors(target, "written"):
+            written = open(copy, "xb")  # noqa: SIM115
+        with written:
+            while piece := file.read(_CHUNK_BYTES):
+                with os_errors(target, "written"):
+                    written.write(piece)
+                    written.flush()
+
+
 def copy_latest(folder: pathlib.Path, target: pathlib.Path, leave_out: Collection[str]) -> None:
     """Copies the latest checkpoint in `folder`, without its items of the names in `leave_out`, into the new folder `target`.
 
@@ -464,19 +476,11 @@ def copy_latest(folder: pathlib.Path, target: pathlib.Path, leave_out: Collectio
                 with os_errors(target, "written"):
                     copy.mkdir()
                 continue
-            with open_regular(source / name) as file:
-                with os_errors(target, "written"):
-                    written = open(copy, "xb")  # noqa: SIM115
-                with written:
-                    while piece := file.read(_CHUNK_BYTES):
-                        with os_errors(target, "written"):
-                            written.write(piece)
-                            written.flush()
+            _copy_file(source / name, copy, target)
             if copy.stat().st_size != size:
                 raise ValueError(f"{name} changed while it was being copied")
     with os_errors(target, "written"):
-        for path in (unfinished, *unfinished.rglob("*")):
-            sync(path)
+        sync_tree(unfinished)
         unfinished.rename(target)
         sync(target.parent)
 

@@ -274,7 +274,7 @@ def test_a_signal_after_the_result_has_its_name_is_no_interruption(within, tmp_p
             os.kill(os.getpid(), number)
         assert (tmp_path / "whole" / "part").exists()
         # A later one ends a command that waits for something.
-        monkeypatch.setattr(signals, "SAME_SIGNAL_SECONDS", 0.0)
+        monkeypatch.setattr(signals, "_SAME_SIGNAL_SECONDS", 0.0)
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("the second signal was ignored")
     with pytest.raises(Interrupted), signals.EndOnSignal():

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tensorboardX
 
+from calm_jax.cli import files
 from calm_jax.errors import UserError
 from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.training import checkpoint
@@ -226,7 +227,7 @@ def test_a_copy_of_a_checkpoint_is_synced_before_it_has_its_name(tmp_path, monke
         if not target.exists():
             synced.add(path)
 
-    monkeypatch.setattr(checkpoint, "sync", sync)
+    monkeypatch.setattr(files, "sync", sync)
     checkpoint.copy_latest(tmp_path / "lm", target, leave_out=("training",))
     renamed = {tmp_path / "init_lm" / path.relative_to(tmp_path / "init_lm.tmp") for path in synced}
     assert renamed == {target, *target.rglob("*")}
