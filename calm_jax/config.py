@@ -187,6 +187,7 @@ _ADDED: dict[str, Any] = {
     "autoencoder.random_chunks": 0.0,
     "lm.head.decoded_brier_weight": 0.0,
     "lm.head.decoded_brier_delay": 0,
+    "lm.head.decoded_brier_temperature": 1.0,
     "lm.token_loss_weight": 0.0,
     "sample.shown_candidates": 0,
 }

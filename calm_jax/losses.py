@@ -145,7 +145,7 @@ def energy_terms(
     return to_target, to_each_other
 
 
-def decoded_brier(logit_PNKV: Array, tokens_PK: Array) -> Array:
+def decoded_brier(logit_PNKV: Array, tokens_PK: Array, temperature: float) -> Array:
     """The Brier loss of a chunk's n-grams, for a model that decodes each of its draws to a distribution of tokens.
 
     The model's distribution of an n-gram is the mean over its draws of the product of the tokens' probabilities. The
@@ -153,15 +153,19 @@ def decoded_brier(logit_PNKV: Array, tokens_PK: Array) -> Array:
     is made of the same score (`calm_jax.brier`, paper, section 4). It is proper, and the estimate is unbiased: the squares are
     products of two different draws.
 
+    The probabilities are softmax(logits / temperature). At temperature 1 they are the decoder's own. A decoder is nearly certain
+    almost everywhere, so a draw that decodes to a wrong token then has hardly any gradient; a higher temperature gives it one.
+
     Args:
         logit_PNKV: the decoder's logits of N >= 2 draws at each position.
         tokens_PK: the true tokens.
+        temperature: above 0.
 
     Returns:
         The sum over n = 1, ..., min(K, 4) of the mean loss of the chunk's n-grams, float32 [P]; at least -min(K, 4).
     """
     num_draws, chunk_size = logit_PNKV.shape[1:3]
-    prob_PNKV = jax.nn.softmax(logit_PNKV.astype(jnp.float32))
+    prob_PNKV = jax.nn.softmax(logit_PNKV.astype(jnp.float32) / temperature)
     right_PNK = jnp.take_along_axis(prob_PNKV, tokens_PK[:, None, :, None], axis=-1)[..., 0]
     equal_PNNK = jnp.einsum("PiKV,PjKV->PijK", prob_PNKV, prob_PNKV, precision="highest")
     is_pair_NN1 = ~np.eye(num_draws, dtype=bool)[..., None]

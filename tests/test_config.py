@@ -265,11 +265,12 @@ def test_a_config_of_an_older_version_has_the_values_that_stand_for_what_it_did(
     del older["lm"]["token_loss_weight"], older["lm"]["model"]["rms_norm_epsilon"]
     # There was one epsilon for both kinds of norms.
     older["lm"]["model"]["norm_epsilon"] = 1e-5
-    for key in ("decoded_brier_weight", "decoded_brier_delay"):
+    for key in ("decoded_brier_weight", "decoded_brier_delay", "decoded_brier_temperature"):
         del older["lm"]["head"][key]
     config = resolve(older)
     assert config.lm.model.rms_norm_epsilon == config.lm.model.norm_epsilon == 1e-5
     assert config.lm.head.decoded_brier_weight == config.lm.token_loss_weight == 0
+    assert config.lm.head.decoded_brier_temperature == 1
     # As a recipe it has the keys, so that flags can change them.
     (tmp_path / "config.json").write_text(json.dumps(older))
     tree = stored.get_config(str(tmp_path))

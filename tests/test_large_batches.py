@@ -57,7 +57,9 @@ def vocabulary_loss(h_PZ, eps_PMZ):
 
 
 def head_loss(h_PZ, eps_PMZ):
-    head = EnergyHead(EnergyHeadConfig("energy", 1, 4, 2, 2, 1.0, 0.0, 0), Z, Z, 1e-6, jnp.float32)
+    head = EnergyHead(
+        EnergyHeadConfig("energy", 1, 4, 2, 2, 1.0, 0.0, 0, 1.0), Z, Z, 1e-6, jnp.float32
+    )
     posterior = Posterior(eps_PMZ[:, 0], -jnp.ones_like(h_PZ))
     # A row's own key: from its numbers, whatever its place in the batch.
     seed_P = jnp.abs(eps_PMZ[:, 0, 0] * 1e4).astype(jnp.uint32)

@@ -266,14 +266,14 @@ def probabilities(logit_NKV, first, order):
     return product
 
 
-def naive_decoded_brier(logit_NKV, tokens_K):
+def naive_decoded_brier(logit_NKV, tokens_K, temperature):
     """Straight from the definition, over all n-grams and all pairs of draws."""
     N, K, _ = logit_NKV.shape
     total = 0.0
     for order in range(1, min(K, 4) + 1):
         losses = []
         for first in range(K - order + 1):
-            grams = probabilities(logit_NKV, first, order)
+            grams = probabilities(logit_NKV / temperature, first, order)
             true = tuple(tokens_K[first : first + order])
             pairs = [(grams[i] * grams[j]).sum() for i in range(N) for j in range(N) if i != j]
             losses.append(np.mean(pairs) - 2 * np.mean([gram[true] for gram in grams]))
@@ -281,21 +281,37 @@ def naive_decoded_brier(logit_NKV, tokens_K):
     return total
 
 
-@pytest.mark.parametrize("K", [1, 3, 6])
-def test_decoded_brier_equals_its_definition(K):
+@pytest.mark.parametrize("K,temperature", [(1, 1.0), (3, 1.0), (3, 2.5), (6, 1.0)])
+def test_decoded_brier_equals_its_definition(K, temperature):
     rng = np.random.default_rng(K)
     logit_PNKV = rng.normal(0, 2, (3, 4, K, 3)).astype(np.float32)
     tokens_PK = rng.integers(0, 3, (3, K))
-    ours = jax.jit(decoded_brier)(logit_PNKV, tokens_PK)
+    ours = jax.jit(decoded_brier)(logit_PNKV, tokens_PK, temperature)
     assert ours.dtype == jnp.float32
-    expected = [naive_decoded_brier(*pair) for pair in zip(logit_PNKV, tokens_PK, strict=True)]
+    expected = [
+        naive_decoded_brier(logit_NKV, tokens_K, temperature)
+        for logit_NKV, tokens_K in zip(logit_PNKV, tokens_PK, strict=True)
+    ]
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_decoded_brier_of_certain_right_draws_is_its_minimum():
     tokens_PK = np.array([[0, 2, 1, 1, 0]])
     logit_PNKV = 100.0 * np.tile(np.eye(3)[tokens_PK][:, None], (1, 2, 1, 1))
-    np.testing.assert_allclose(decoded_brier(logit_PNKV, tokens_PK), -4, atol=1e-6)
+    np.testing.assert_allclose(decoded_brier(logit_PNKV, tokens_PK, 1.0), -4, atol=1e-6)
+
+
+def test_a_certain_wrong_draw_has_a_gradient_only_at_a_high_temperature():
+    tokens_PK = np.array([[0]])
+    # Both draws decode to token 1, with 40 nats between it and the others.
+    logit_PNKV = jnp.asarray(40.0 * np.eye(3)[[1, 1]][None, :, None])
+
+    def size(temperature):
+        gradient = jax.grad(lambda logit: decoded_brier(logit, tokens_PK, temperature).sum())
+        return np.abs(gradient(logit_PNKV)).max()
+
+    assert size(1.0) < 1e-12
+    assert size(10.0) > 1e-3
 
 
 def test_decoded_brier_is_proper():
@@ -308,7 +324,7 @@ def test_decoded_brier_is_proper():
     logit_PNKV = np.stack([logit_4KV[first], logit_4KV[second]], axis=1)
     # The loss of each pair of draws against each chunk.
     loss_P4 = np.stack(
-        [decoded_brier(logit_PNKV, np.tile(chunk, (16, 1))) for chunk in chunks_4K], axis=1
+        [decoded_brier(logit_PNKV, np.tile(chunk, (16, 1)), 1.0) for chunk in chunks_4K], axis=1
     )
     truth_4 = np.array([0.4, 0.3, 0.2, 0.1])
 

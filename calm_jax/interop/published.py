@@ -175,6 +175,7 @@ class PublishedConfig:
                 beta=self.number("beta"),
                 decoded_brier_weight=0.0,
                 decoded_brier_delay=0,
+                decoded_brier_temperature=1.0,
             )
         if self.architecture == DIFFUSION:
             return DiffusionHeadConfig("diffusion", blocks, samples, _DIFFUSION_STEPS)

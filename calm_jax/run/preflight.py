@@ -33,6 +33,7 @@ _NOT_COMPARED = {
         "beta",
         "decoded_brier_weight",
         "decoded_brier_delay",
+        "decoded_brier_temperature",
         "num_steps",
         "solver",
     ),

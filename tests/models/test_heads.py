@@ -68,13 +68,20 @@ def test_the_energy_heads_loss_is_the_energy_score_plus_the_weighted_brier_loss_
         return jnp.tanh(latent_RZ @ normal(4, 18, seed=4)).reshape(-1, 3, 6)
 
     def loss(weight, step):
-        weighted = build_head("energy", 4, decoded_brier_weight=weight, decoded_brier_delay=3)
+        weighted = build_head(
+            "energy",
+            4,
+            decoded_brier_weight=weight,
+            decoded_brier_delay=3,
+            decoded_brier_temperature=2.0,
+        )
         target = Target(posterior, tokens_PK, decode, step)
         return weighted.apply(variables, h_PD, target, key_P, method="loss")
 
     noise_PNE = head.draw_noise(8, jax.vmap(jax.random.split)(key_P)[:, 0])
     x_PNZ = head.apply(variables, h_PD, noise_PNE)
-    brier_P = decoded_brier(decode(x_PNZ.reshape(-1, 4)).reshape(5, 8, 3, 6), tokens_PK)
+    logit_PNKV = decode(x_PNZ.reshape(-1, 4)).reshape(5, 8, 3, 6)
+    brier_P = decoded_brier(logit_PNKV, tokens_PK, 2.0)
     without = loss(0.0, 3)
     np.testing.assert_allclose((loss(20.0, 3) - without) / 20, brier_P, rtol=1e-4, atol=1e-5)
     # Neither before its delay nor in evaluation.
@@ -195,6 +202,7 @@ BAD = [
     ("energy", "beta", 2.1),
     ("energy", "decoded_brier_weight", -1.0),
     ("energy", "decoded_brier_delay", -1),
+    ("energy", "decoded_brier_temperature", 0.0),
 ]
 
 

@@ -37,7 +37,15 @@ from tests.models.networks import (
 V, PAD, K, D, Z, E, N, M = 263, 262, 4, 16, 10, 6, 3, 5
 BODY = transformer_config(hidden_size=D)
 HEAD = EnergyHeadConfig(
-    "energy", 2, E, N, M, beta=1.0, decoded_brier_weight=0.0, decoded_brier_delay=0
+    "energy",
+    2,
+    E,
+    N,
+    M,
+    beta=1.0,
+    decoded_brier_weight=0.0,
+    decoded_brier_delay=0,
+    decoded_brier_temperature=1.0,
 )
 AUTOENCODER = autoencoder_config(latent_size=Z)
 

@@ -25,6 +25,7 @@ CONFIGS = {
         beta=1.0,
         decoded_brier_weight=0.0,
         decoded_brier_delay=0,
+        decoded_brier_temperature=1.0,
     ),
     # Sampling visits all 1000 steps of training. At the first, noisiest step almost no signal is left, and the
     # network's error is multiplied by sqrt(alpha_bar_before / alpha_bar): 32 for 1000 steps, but 318 for 100, too much

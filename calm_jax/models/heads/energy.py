@@ -40,6 +40,7 @@ class EnergyHeadConfig:
     beta: float
     decoded_brier_weight: float
     decoded_brier_delay: int
+    decoded_brier_temperature: float
 
     def __post_init__(self):
         if self.num_samples < 2:
@@ -59,6 +60,11 @@ class EnergyHeadConfig:
         if self.decoded_brier_delay < 0:
             raise UserError(
                 f"lm.head.decoded_brier_delay={self.decoded_brier_delay} must be at least 0 steps"
+            )
+        if self.decoded_brier_temperature <= 0:
+            raise UserError(
+                f"lm.head.decoded_brier_temperature={self.decoded_brier_temperature} must be above 0; at 1 the tokens' "
+                "probabilities are those of the autoencoder's decoder"
             )
         require_at_least(1, self, "lm.head.", "num_blocks", "noise_size", "num_target_samples")
 
@@ -157,7 +163,9 @@ class EnergyHead(nn.Module):
         def brier(x_PNZ: Array) -> Array:
             logit_RKV = target.decode(x_PNZ.reshape(-1, self.latent_size))
             logit_PNKV = logit_RKV.reshape(*x_PNZ.shape[:2], *logit_RKV.shape[1:])
-            return decoded_brier(logit_PNKV, target.tokens_PK)
+            return decoded_brier(
+                logit_PNKV, target.tokens_PK, self.config.decoded_brier_temperature
+            )
 
         if not self.config.decoded_brier_delay:
             return loss_P + weight * brier(x_PNZ)
