@@ -1,0 +1,51 @@
+"""Arms that compare the paper's loss with the quickstart's three losses, in runs of several lengths (docs/training.md).
+
+    python -m benchmarks.learning --arms=benchmarks/longer_runs.py[:MULTIPLES[:FILES]] --folder=DIR --seeds=0
+
+The model is the standard small config (configs/bench_small.py), trained like the quickstart. MULTIPLES are numbers of the
+quickstart's steps of stage 2, such as 1,4 (the default) or 16. FILES is `data.train_files`; without it the text is that of the
+quickstart.
+"""
+
+from benchmarks.arms import config_of
+from configs import bench_small
+
+_PAPERS_LOSS = [
+    "--config.lm.token_loss_weight=0.0",
+    "--config.lm.head.decoded_brier_weight=0.0",
+    "--config.lm.head.decoded_brier_delay=0",
+]
+
+
+def _standard_small() -> list[str]:
+    """The sizes of configs/bench_small.py, but the quickstart's 128 latent dimensions."""
+    small = bench_small.get_config()
+    values = {
+        "tokenizer.vocab_size": small.tokenizer.vocab_size,
+        "autoencoder.model.hidden_size": small.autoencoder.model.hidden_size,
+        "autoencoder.model.intermediate_size": small.autoencoder.model.intermediate_size,
+        "lm.model.num_layers": small.lm.model.num_layers,
+        "lm.model.num_heads": small.lm.model.num_heads,
+        "lm.model.num_kv_heads": small.lm.model.num_kv_heads,
+        "lm.head.num_blocks": small.lm.head.num_blocks,
+    }
+    return [f"--config.{key}={value}" for key, value in values.items()]
+
+
+def get_arms(argument: str = "") -> dict[str, list[str]]:
+    """The flags of each arm; `argument`: MULTIPLES[:FILES]."""
+    multiples, _, files = argument.partition(":")
+    words = ["--config=configs/quickstart.py", *_standard_small()]
+    if files:
+        words += [f"--config.data.train_files={files}"]
+    arms = {"autoencoder": [*words, "--config.stage=autoencoder"]}
+    words.append("--config.autoencoder.checkpoint={autoencoder}")
+    steps = config_of(words[:-1]).lm.training.num_steps
+    for multiple in (multiples or "1,4").split(","):
+        length = [
+            f"--config.lm.training.num_steps={int(multiple) * steps}",
+            f"--config.lm.training.eval_every={int(multiple) * steps // 4}",
+        ]
+        arms[f"paper-{multiple}"] = [*words, *length, *_PAPERS_LOSS]
+        arms[f"three-{multiple}"] = [*words, *length]
+    return arms
