@@ -193,13 +193,13 @@ def recomputed(config: Config, stage: str, vocab_size: int, num_shards: int) -> 
     """FLOPs per token that the backward pass of `stage` spends on recomputing activations.
 
     The logits of a device's microbatch are recomputed if they are too large to be held at once
-    (`calm_jax.models.vocabulary`). `num_shards` is the number of devices that the rows are split over. A part's forward
+    (`calm_jax.models.vocabulary`), as on accelerators; on CPUs this takes no longer and is not counted. `num_shards` is the number of devices that the rows are split over. A part's forward
     pass is counted as a third of its FLOPs in training.
     """
     section = getattr(config, stage)
     tokens = section.training.batch_size * section.data.block_tokens
     positions = max(1, tokens // (section.training.accumulation_steps * num_shards))
-    in_blocks = vocabulary.block_size(positions, vocab_size) < vocab_size
+    in_blocks = vocabulary.block_size(positions, vocab_size, on_cpu=False) < vocab_size
     if stage == "autoencoder":
         return _linear(config.autoencoder.model.hidden_size, vocab_size) if in_blocks else 0.0
     again = 0.0

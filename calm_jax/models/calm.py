@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from calm_jax.losses import Target
 from calm_jax.models.heads.softmax import SoftmaxHead
 from calm_jax.models.kv_cache import Memory
-from calm_jax.models.layers import layer_norm, linear, look_up, normal_init
+from calm_jax.models.layers import layer_norm, linear, look_up, normal_init, silu
 from calm_jax.models.transformer import Transformer, TransformerConfig
 from calm_jax.parallel.constraints import constrain
 
@@ -55,7 +55,7 @@ class ChunkEmbedding(nn.Module):
             is_text = (tokens_BLK != self.pad_id)[..., None]
             x_BLKD = jnp.where(is_text, constrain(look_up(embed, tokens_BLK)), 0)
             x_BLD = x_BLKD.reshape(*tokens_BLK.shape[:2], -1)
-            x_BLD = nn.silu(linear(2 * self.hidden_size, self.dtype, "up")(x_BLD))
+            x_BLD = silu(linear(2 * self.hidden_size, self.dtype, "up")(x_BLD))
             x_BLD = linear(self.hidden_size, self.dtype, "down")(x_BLD)
             return layer_norm(self.norm_epsilon, self.dtype, "norm")(x_BLD)
 
@@ -97,7 +97,7 @@ class TokenPredictor(nn.Module):
         """
         with jax.named_scope("token_predictor"):
             # Without the constraints XLA computes a wrong gradient on a mesh with data, fsdp and tensor axes (jaxlib 0.10.1).
-            x_BLE = constrain(self.expand(constrain(nn.silu(self.up(h_BLD)))))
+            x_BLE = constrain(self.expand(constrain(silu(self.up(h_BLD)))))
             x_BTD = self.norm(x_BLE.reshape(len(h_BLD), -1, self.hidden_size))
             target_BT = tokens_BLK.reshape(len(h_BLD), -1)
             return self.vocabulary.loss(x_BTD, target_BT).reshape(tokens_BLK.shape).sum(-1)

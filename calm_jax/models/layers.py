@@ -99,6 +99,18 @@ def look_up(embed: nn.Embed, tokens: Array) -> Array:
     return constrain_groups(jax.vmap(take)(tables, parts)).reshape(*tokens.shape, -1)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=True)
+def silu(x: Array) -> Array:
+    """`x * sigmoid(x)`, of which the backward pass keeps only `x`; differentiation alone would keep three arrays."""
+    return nn.silu(x)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=True)
+def gated(gate: Array, up: Array) -> Array:
+    """`silu(gate) * up`, of which the backward pass keeps only the two arguments."""
+    return nn.silu(gate) * up
+
+
 def layer_norm(
     epsilon: float, dtype: DTypeLike, name: str | None = None, affine: bool = True
 ) -> nn.LayerNorm:
@@ -147,7 +159,7 @@ class SwiGLU(nn.Module):
         else:
             gate = linear(self.intermediate_size, self.dtype, "gate", use_bias=False)(x)
             up = linear(self.intermediate_size, self.dtype, "up", use_bias=False)(x)
-        return linear(x.shape[-1], self.dtype, "down", use_bias=False)(nn.silu(gate) * up)
+        return linear(x.shape[-1], self.dtype, "down", use_bias=False)(gated(gate, up))
 
 
 class Rotation(NamedTuple):

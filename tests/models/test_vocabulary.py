@@ -49,8 +49,8 @@ def by_hand(x_PD, table_VD, target_P, weight_P):
 
 @pytest.fixture(params=[128, 256])
 def block(request, monkeypatch):
-    monkeypatch.setattr(vocabulary, "_MAX_LOGITS", request.param * P)
-    assert vocabulary.block_size(P, V) == request.param
+    monkeypatch.setattr(vocabulary, "_MAX_LOGITS_ON_CPU", request.param * P)
+    assert vocabulary.block_size(P, V, on_cpu=True) == request.param
     return request.param
 
 
@@ -75,7 +75,7 @@ def test_loss_and_gradients_in_blocks_are_those_of_all_logits(block, scale):
 
 def test_one_block_is_the_cross_entropy_of_all_logits():
     arguments = case()
-    assert vocabulary.block_size(P, V) == V
+    assert vocabulary.block_size(P, V, on_cpu=True) == V
     for a, b in zip(jax.jit(program())(*arguments), by_hand(*arguments), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
 
@@ -122,15 +122,18 @@ def products_in(jaxpr):
 
 
 @pytest.mark.parametrize(
-    "positions, vocab_size, size",
+    "positions, vocab_size, on_cpu, size",
     [
         # Stage 1 of the quickstart, all at once; of CALM-M on 8 devices; a position alone; more positions than fit.
-        (1024, 512, 512),
-        (65_536, 128_257, 2048),
-        (1, 128_257, 128_257),
-        (2**22, 128_257, 128),
+        (1024, 512, False, 512),
+        (1024, 512, True, 512),
+        (65_536, 128_257, False, 2048),
+        (4096, 4096, True, 1024),
+        (1, 128_257, False, 128_257),
+        (2**22, 128_257, False, 128),
     ],
 )
-def test_a_block_is_as_large_as_the_memory_for_logits_allows(positions, vocab_size, size):
-    assert vocabulary.block_size(positions, vocab_size) == size
-    assert size in (128, vocab_size) or size * positions <= vocabulary._MAX_LOGITS
+def test_a_block_is_as_large_as_the_memory_for_logits_allows(positions, vocab_size, on_cpu, size):
+    assert vocabulary.block_size(positions, vocab_size, on_cpu) == size
+    most = vocabulary._MAX_LOGITS_ON_CPU if on_cpu else vocabulary._MAX_LOGITS
+    assert size in (128, vocab_size) or size * positions <= most

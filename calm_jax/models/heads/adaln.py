@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.losses import Posterior
-from calm_jax.models.layers import layer_norm, linear, linear_in_float32, normal_init
+from calm_jax.models.layers import layer_norm, linear, linear_in_float32, normal_init, silu
 from calm_jax.parallel.constraints import constrain
 
 # The time embedding has this many cosines and as many sines; the longest wavelength is 2 pi times _LONGEST_PERIOD.
@@ -77,7 +77,7 @@ class ModulatedBlock(nn.Module):
         modulation = linear(3 * width, dtype, "modulation", kernel_init=nn.initializers.zeros)
         shift, scale, gate = jnp.split(modulation(active), 3, axis=-1)
         a_PND = _modulate(layer_norm(self.norm_epsilon, dtype, "norm")(x_PND), shift, scale)
-        a_PND = nn.silu(linear(width, dtype, "up", kernel_init=_xavier)(a_PND))
+        a_PND = silu(linear(width, dtype, "up", kernel_init=_xavier)(a_PND))
         down = linear(width, dtype, "down", kernel_init=_xavier)
         return constrain(x_PND + gate * down(a_PND)), None
 
@@ -108,10 +108,10 @@ class AdaLNMLP(nn.Module):
         with jax.named_scope("head"):
             x_PNZ, h_PD = constrain((x_PNZ, h_PD))
             features = time_features(time).astype(dtype)
-            t = nn.silu(linear(width, dtype, "time_hidden", kernel_init=normal_init)(features))
+            t = silu(linear(width, dtype, "time_hidden", kernel_init=normal_init)(features))
             t = linear(width, dtype, "time", kernel_init=normal_init)(t)
             condition_PD = linear(width, dtype, "condition", kernel_init=_xavier)(h_PD)
-            active = nn.silu(t + condition_PD[:, None])
+            active = silu(t + condition_PD[:, None])
             x_PND = linear(width, dtype, "input", kernel_init=_xavier)(x_PNZ.astype(dtype))
             blocks = nn.scan(
                 ModulatedBlock,

@@ -18,7 +18,14 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError, require_at_least
 from calm_jax.losses import Posterior, Target, decoded_brier, energy_score
-from calm_jax.models.layers import layer_norm, linear, linear_in_float32, normal_init
+from calm_jax.models.layers import (
+    gated,
+    layer_norm,
+    linear,
+    linear_in_float32,
+    normal_init,
+    silu,
+)
 from calm_jax.parallel.constraints import (
     constrain,
     gathered_kernel,
@@ -88,10 +95,10 @@ class NoiseBlock(nn.Module):
         normed_PND = layer_norm(self.norm_epsilon, self.dtype, "norm")(x_PND)
         kernel = gathered_kernel(kernel)
         once_PD = matrix_product(condition_PD, kernel[width:]) + bias
-        a_PND = nn.silu(matrix_product(normed_PND, kernel[:width]) + once_PD[:, None])
-        a_PND = nn.silu(linear(width, self.dtype, "hidden")(a_PND))
+        a_PND = silu(matrix_product(normed_PND, kernel[:width]) + once_PD[:, None])
+        a_PND = silu(linear(width, self.dtype, "hidden")(a_PND))
         gate, up = jnp.split(linear(2 * width, self.dtype, "gate_up")(a_PND), 2, axis=-1)
-        return constrain(x_PND + linear(width, self.dtype, "down")(nn.silu(gate) * up)), None
+        return constrain(x_PND + linear(width, self.dtype, "down")(gated(gate, up))), None
 
 
 class EnergyHead(nn.Module):
@@ -134,7 +141,7 @@ class EnergyHead(nn.Module):
             )(epsilon, dtype, name="blocks")
             x_PND, _ = blocks(x_PND, condition_PD)
             x_PND = layer_norm(epsilon, dtype, "output_norm")(x_PND)
-            x_PND = nn.silu(linear(width, dtype, "output_hidden")(x_PND))
+            x_PND = silu(linear(width, dtype, "output_hidden")(x_PND))
             zeros = nn.initializers.zeros
             return linear_in_float32(self.latent_size, dtype, "output", kernel_init=zeros)(x_PND)
 
