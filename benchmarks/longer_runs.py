@@ -15,6 +15,11 @@ _PAPERS_LOSS = [
     "--config.lm.head.decoded_brier_weight=0.0",
     "--config.lm.head.decoded_brier_delay=0",
 ]
+# The quickstart's 3500 steps, a quarter of them on random chunks, reconstruct 88 % of the tokens of a vocabulary of 4096.
+_AUTOENCODER = [
+    "--config.autoencoder.random_chunks=0.0",
+    "--config.autoencoder.training.num_steps=7000",
+]
 
 
 def _standard_small() -> list[str]:
@@ -37,10 +42,13 @@ def get_arms(argument: str = "") -> dict[str, list[str]]:
     multiples, _, files = argument.partition(":")
     words = ["--config=configs/quickstart.py", *_standard_small()]
     if files:
-        words += [f"--config.data.train_files={files}"]
-    arms = {"autoencoder": [*words, "--config.stage=autoencoder"]}
-    words.append("--config.autoencoder.checkpoint={autoencoder}")
-    steps = config_of(words[:-1]).lm.training.num_steps
+        words.append(f"--config.data.train_files={files}")
+    arms = {"autoencoder": [*words, *_AUTOENCODER, "--config.stage=autoencoder"]}
+    steps = config_of(words).lm.training.num_steps
+    words += [
+        "--config.autoencoder.checkpoint={autoencoder}",
+        "--config.autoencoder.min_accuracy=0.95",
+    ]
     for multiple in (multiples or "1,4").split(","):
         length = [
             f"--config.lm.training.num_steps={int(multiple) * steps}",
