@@ -52,7 +52,7 @@ def get_config(folder: str = "") -> ConfigDict:
         config.lm.head.decoded_brier_weight /= 4
         config.lm.head.decoded_brier_delay = 0
         # At 1, answers that a draw decodes wrongly for certain stay wrong.
-        config.lm.head.decoded_brier_temperature = 2.0
+        config.lm.head.decoded_brier_temperature = 3.0
 
     # All available devices, whatever mesh the model was trained on.
     config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, -1, 1
