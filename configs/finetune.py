@@ -51,7 +51,7 @@ def get_config(folder: str = "") -> ConfigDict:
     if "decoded_brier_weight" in config.lm.head:
         config.lm.head.decoded_brier_weight /= 4
         config.lm.head.decoded_brier_delay = 0
-        # At 1, answers that a draw decodes wrongly for certain stay wrong.
+        # At 1, answers that all draws decode wrongly for certain stay wrong (docs/training.md).
         config.lm.head.decoded_brier_temperature = 3.0
 
     # All available devices, whatever mesh the model was trained on.
