@@ -155,6 +155,7 @@ def decoded_brier(logit_PNKV: Array, tokens_PK: Array, temperature: float) -> Ar
 
     The probabilities are softmax(logits / temperature). At temperature 1 they are the decoder's own. A decoder is nearly certain
     almost everywhere, so a draw that decodes to a wrong token then has hardly any gradient; a higher temperature gives it one.
+    The loss is then least where these flatter probabilities, not the decoder's own, have the distribution of the text.
 
     Args:
         logit_PNKV: the decoder's logits of N >= 2 draws at each position.

@@ -192,9 +192,9 @@ def training(config: Config, stage: str, vocab_size: int) -> float:
 def recomputed(config: Config, stage: str, vocab_size: int, num_shards: int) -> float:
     """FLOPs per token that the backward pass of `stage` spends on recomputing activations.
 
-    The logits of a device's microbatch are recomputed if they are too large to be held at once
-    (`calm_jax.models.vocabulary`), as on accelerators; on CPUs this takes no longer and is not counted. `num_shards` is the number of devices that the rows are split over. A part's forward
-    pass is counted as a third of its FLOPs in training.
+    The logits of a device's microbatch are recomputed if they are too large to be held at once on an accelerator
+    (`calm_jax.models.vocabulary`). On a CPU that takes no longer, and is not counted. `num_shards` is the number of devices
+    that the rows are split over. A part's forward pass is counted as a third of its FLOPs in training.
     """
     section = getattr(config, stage)
     tokens = section.training.batch_size * section.data.block_tokens

@@ -99,13 +99,13 @@ def look_up(embed: nn.Embed, tokens: Array) -> Array:
     return constrain_groups(jax.vmap(take)(tables, parts)).reshape(*tokens.shape, -1)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=True)
+@jax.checkpoint
 def silu(x: Array) -> Array:
     """`x * sigmoid(x)`, of which the backward pass keeps only `x`; differentiation alone would keep three arrays."""
     return nn.silu(x)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=True)
+@jax.checkpoint
 def gated(gate: Array, up: Array) -> Array:
     """`silu(gate) * up`, of which the backward pass keeps only the two arguments."""
     return nn.silu(gate) * up
