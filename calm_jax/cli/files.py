@@ -13,6 +13,7 @@ import pathlib
 import re
 import shutil
 import stat
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -27,6 +28,8 @@ _MOST_JSON_BYTES = 2**26
 _MOST_BYTES = 2**30
 # Bytes read at once.
 _PIECE = 2**20
+# How long an ended command waits for what the threads of a library still write.
+_SECONDS_OF_LATE_WRITES = 0.2
 
 
 def local_path(name: str, flag: str) -> pathlib.Path:
@@ -209,6 +212,21 @@ def empty(folder: pathlib.Path, keep: Collection[str]) -> None:
                 entry.unlink()
 
 
+def _delete_owned(folder: pathlib.Path) -> None:
+    """Deletes what is in an owned folder, and the folder. Where a thread still writes to it, it stays, with its file `lock`.
+
+    Raises `UserError` or `OSError` if it stays.
+    """
+    empty(folder, keep={LOCK})
+    # `owned` removes only folders that it made; this one may have been left by a killed command.
+    (folder / LOCK).unlink()
+    try:
+        folder.rmdir()
+    except OSError:
+        (folder / LOCK).touch()
+        raise
+
+
 @contextmanager
 def unfinished_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
     """Owns `.NAME.unfinished` beside `path` inside the `with` block: an empty folder for what becomes `path`, or for its lock.
@@ -234,14 +252,20 @@ def unfinished_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
         try:
             empty(unfinished, keep={LOCK})
             yield unfinished
-        finally:
+        except BaseException:
             with suppress(UserError, OSError):
-                # If it was renamed, another process may have made a new one of this name, which is left alone.
                 check()
-                empty(unfinished, keep={LOCK})
-                # `owned` removes only folders that it made; this one may have been left by a killed command.
-                (unfinished / LOCK).unlink()
-                unfinished.rmdir()
+                _delete_owned(unfinished)
+                # After an error, as on a full disk, threads of Orbax still write for a moment, and may make the folder again. By
+                # its file `lock` the next command knows it as its own.
+                time.sleep(_SECONDS_OF_LATE_WRITES)
+                if unfinished.exists():
+                    (unfinished / LOCK).touch()
+            raise
+        # It is still there if it was not renamed. If it was, another process may have made a new one, which is left alone.
+        with suppress(UserError, OSError):
+            check()
+            _delete_owned(unfinished)
 
 
 @contextmanager

@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -209,3 +211,32 @@ def test_a_folder_of_somebody_else_where_a_new_one_is_made_is_kept(lock, tmp_pat
         pass
     assert sorted(os.listdir(unfinished)) == before
     assert (unfinished / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1])
+def test_what_a_thread_still_writes_after_an_error_is_no_obstacle_to_the_next_command(
+    seconds, tmp_path
+):
+    """As threads of Orbax do where the disk is full: they make the folder again after it was deleted."""
+    ended = threading.Event()
+
+    def write(folder):
+        ended.wait()
+        last = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(OSError):
+                (folder / "lm").mkdir(parents=True, exist_ok=True)
+                (folder / "lm" / "array").write_text("late")
+            if time.monotonic() > last:
+                return
+
+    with pytest.raises(UserError, match="disk"), atomic_folder(tmp_path / "new", "--target") as one:
+        late = threading.Thread(target=write, args=(one,))
+        late.start()
+        ended.set()
+        raise UserError("the disk is full")
+    late.join()
+    with atomic_folder(tmp_path / "new", "--target") as one:
+        (one / "file").write_text("whole")
+    assert os.listdir(tmp_path) == ["new"]
+    assert os.listdir(tmp_path / "new") == ["file"]
