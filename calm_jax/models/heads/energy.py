@@ -19,7 +19,6 @@ from jax.typing import DTypeLike
 from calm_jax.errors import UserError, require_at_least
 from calm_jax.losses import Posterior, Target, decoded_brier, energy_score
 from calm_jax.models.layers import (
-    gated,
     layer_norm,
     linear,
     linear_in_float32,
@@ -27,6 +26,7 @@ from calm_jax.models.layers import (
     silu,
 )
 from calm_jax.parallel.constraints import (
+    PRODUCT,
     constrain,
     gathered_kernel,
     has_few_rows,
@@ -95,10 +95,10 @@ class NoiseBlock(nn.Module):
         normed_PND = layer_norm(self.norm_epsilon, self.dtype, "norm")(x_PND)
         kernel = gathered_kernel(kernel)
         once_PD = matrix_product(condition_PD, kernel[width:]) + bias
-        a_PND = silu(matrix_product(normed_PND, kernel[:width]) + once_PD[:, None])
-        a_PND = silu(linear(width, self.dtype, "hidden")(a_PND))
+        a_PND = nn.silu(matrix_product(normed_PND, kernel[:width]) + once_PD[:, None])
+        a_PND = nn.silu(linear(width, self.dtype, "hidden")(a_PND))
         gate, up = jnp.split(linear(2 * width, self.dtype, "gate_up")(a_PND), 2, axis=-1)
-        return constrain(x_PND + linear(width, self.dtype, "down")(gated(gate, up))), None
+        return constrain(x_PND + linear(width, self.dtype, "down")(nn.silu(gate) * up)), None
 
 
 class EnergyHead(nn.Module):
@@ -131,8 +131,11 @@ class EnergyHead(nn.Module):
             condition_PD = layer_norm(epsilon, dtype, "hidden_norm")(
                 linear(width, dtype, "hidden")(h_PD)
             )
+            # The backward pass keeps products alone, of N draws at each position, and computes norms and activations again: on
+            # accelerators a step is bound by memory, and they are what would pass through it.
+            kept = jax.checkpoint_policies.save_only_these_names(PRODUCT)
             blocks = nn.scan(
-                NoiseBlock,
+                nn.remat(NoiseBlock, prevent_cse=False, policy=kept),
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
                 in_axes=nn.broadcast,
