@@ -23,9 +23,9 @@ from calm_jax.parallel.devices import target_device
 # The largest array of logits that the loss holds on a device, in elements: 512 MiB in float32, a thirtieth of the smallest
 # accelerator's memory. The arithmetic in `cross_entropy` says why it is not smaller.
 _MAX_LOGITS = 2**27
-# The same on a CPU: 16 MiB, which stay in its cache. Computing these logits twice takes no longer than writing all logits to
+# The same on a CPU: 32 MiB, which mostly stay in its cache. Computing these logits twice takes no longer than writing all logits to
 # memory and reading them again (docs/benchmarks.md).
-_MAX_LOGITS_ON_CPU = 2**22
+_MAX_LOGITS_ON_CPU = 2**23
 # The number of tokens in a block of the vocabulary is a multiple of this, the tile size of accelerators.
 _TILE = 128
 
