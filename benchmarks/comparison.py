@@ -5,7 +5,7 @@
 FLOPS is the training budget of stage 2, the same for each arm. Stage 1 is trained before it, once for each K.
 """
 
-from benchmarks.arms import config_of, step_flops
+from benchmarks.arms import PAPERS_LOSS, config_of, step_flops
 from calm_jax.models.heads.energy import EnergyHeadConfig
 
 # Steps of stage 1: longer chunks need more.
@@ -22,7 +22,6 @@ _COMMON = [
     "--config.eval.part_blocks=12",
     "--config.autoencoder.min_accuracy=0.9",
 ]
-_AS_PUBLISHED = ["--config.lm.token_loss_weight=0.0", "--config.lm.head.decoded_brier_weight=0.0"]
 # Shares of the steps of stage 2, about those of configs/quickstart.py: the warm-up, and where the decoded Brier loss begins.
 _WARMUP, _DELAY = 0.04, 0.24
 
@@ -55,5 +54,5 @@ def get_arms(budget: str = "6e12") -> dict[str, list[str]]:
         shared = f"--config.autoencoder.checkpoint={{k{K}-autoencoder}}"
         arms[f"k{K}"] = _language_model(f"k={K}", each, *more, shared)
         if K == 4:
-            arms["k4-as-published"] = _language_model(f"k={K}", each, shared, *_AS_PUBLISHED)
+            arms["k4-as-published"] = _language_model(f"k={K}", each, shared, *PAPERS_LOSS)
     return arms

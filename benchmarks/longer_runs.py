@@ -7,14 +7,9 @@ quickstart's steps of stage 2, such as 1,4 (the default) or 16. FILES is `data.t
 quickstart.
 """
 
-from benchmarks.arms import config_of
+from benchmarks.arms import PAPERS_LOSS, config_of
 from configs import bench_small
 
-_PAPERS_LOSS = [
-    "--config.lm.token_loss_weight=0.0",
-    "--config.lm.head.decoded_brier_weight=0.0",
-    "--config.lm.head.decoded_brier_delay=0",
-]
 # The quickstart's 3500 steps, a quarter of them on random chunks, reconstruct 88 % of the tokens of a vocabulary of 4096.
 _AUTOENCODER = [
     "--config.autoencoder.random_chunks=0.0",
@@ -54,6 +49,6 @@ def get_arms(argument: str = "") -> dict[str, list[str]]:
             f"--config.lm.training.num_steps={int(multiple) * steps}",
             f"--config.lm.training.eval_every={int(multiple) * steps // 4}",
         ]
-        arms[f"paper-{multiple}"] = [*words, *length, *_PAPERS_LOSS]
+        arms[f"paper-{multiple}"] = [*words, *length, *PAPERS_LOSS]
         arms[f"three-{multiple}"] = [*words, *length]
     return arms

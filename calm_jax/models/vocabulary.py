@@ -23,8 +23,8 @@ from calm_jax.parallel.devices import target_device
 # The largest array of logits that the loss holds on a device, in elements: 512 MiB in float32, a thirtieth of the smallest
 # accelerator's memory. The arithmetic in `cross_entropy` says why it is not smaller.
 _MAX_LOGITS = 2**27
-# The same on a CPU: 32 MiB, which mostly stay in its cache. Computing these logits twice takes no longer than writing all logits to
-# memory and reading them again (docs/benchmarks.md).
+# The same on a CPU: 32 MiB, which mostly stay in its cache. Computing these logits twice takes no longer than writing all
+# logits to memory and reading them again (docs/benchmarks.md).
 _MAX_LOGITS_ON_CPU = 2**23
 # The number of tokens in a block of the vocabulary is a multiple of this, the tile size of accelerators.
 _TILE = 128
@@ -71,8 +71,8 @@ def block_size(positions: int, vocab_size: int, on_cpu: bool) -> int:
 def cross_entropy(x: Array, table_VD: Array, target: Array) -> Array:
     """The cross-entropy of `logits(x, table_VD)`, computed in blocks of the vocabulary where the logits are large.
 
-    Logits are large if a device would hold more than `_MAX_LOGITS` of them, or a CPU `_MAX_LOGITS_ON_CPU`. The blocks are then processed one after the
-    other, each for all positions. The forward pass keeps the log-sum-exp of each position; the backward pass computes
+    Logits are large if a device would hold more than `_MAX_LOGITS` of them, or a CPU `_MAX_LOGITS_ON_CPU`. The blocks are then
+    processed one after the other, each for all positions. The forward pass keeps the log-sum-exp of each position; the backward pass computes
     each block's logits again. The gradient of a block's rows of the table is complete when the block is, so that the loop
     carries no [V, D] sum, and on a mesh each row's gradient is summed over the devices once. The loop carries only the
     [P, D] gradient of x.

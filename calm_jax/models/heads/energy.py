@@ -18,13 +18,7 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError, require_at_least
 from calm_jax.losses import Posterior, Target, decoded_brier, energy_score
-from calm_jax.models.layers import (
-    layer_norm,
-    linear,
-    linear_in_float32,
-    normal_init,
-    silu,
-)
+from calm_jax.models.layers import layer_norm, linear, linear_in_float32, normal_init, silu
 from calm_jax.parallel.constraints import (
     PRODUCT,
     constrain,
