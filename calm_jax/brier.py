@@ -139,7 +139,7 @@ def brier_terms(
         protocol: which n-grams are scored, from how many samples.
         chunks_at_once: how many positions are sampled together; bounds memory.
         paths_at_once: how many starts are continued together (K < 4); bounds memory.
-        documents: the documents of all chunks but the last of a block, [B, L-1], when they are isolated. The chunks
+        documents: the documents of all chunks of a block, [B, L], when they are isolated. The chunks
             that are drawn after true chunk i then see the true chunks that chunk i sees. Terms of a start in a
             document's first chunk are meaningless; its targets are masked, so that `counted` leaves them out.
 
@@ -151,10 +151,13 @@ def brier_terms(
     several = chunks_of(chunk_size) > 1
     size = num_chunks - 1
     memory: Memory | None = documents
+    inputs_BLK = token_BLK
     if several:
-        window = size if documents is None else documents.window()
+        # The cache must not hold the last chunk, from which nothing is drawn.
+        inputs_BLK = token_BLK[:, :-1]
+        window = size if documents is None else documents.window()[:, :-1]
         memory = model.empty_cache(batch, 0, window)
-    h_BLD, cache = model.advance(token_BLK[:, :-1], memory)
+    h_BLD, cache = model.advance(inputs_BLK, memory)
 
     # The Q chunks that hold a token of any scored n-gram. Chunk i is predicted from hidden state i - 1.
     window_P4 = windows(starts_P)

@@ -80,7 +80,7 @@ def _read(bind: Bind, params: Any, frozen: Any, token_1LK: Array, documents: Seg
     """The hidden states that predict each chunk but the first of a block, and the cache of the block."""
     num_chunks = token_1LK.shape[1] - 1
     model = bind(params, frozen)
-    window = num_chunks if documents is None else documents.window()
+    window = num_chunks if documents is None else documents.window()[:, :-1]
     return model.advance(token_1LK[:, :-1], model.empty_cache(1, 0, window))
 
 

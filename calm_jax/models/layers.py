@@ -16,6 +16,7 @@ from calm_jax.parallel.constraints import (
     gathered_in,
     product,
 )
+from calm_jax.parallel.devices import target_device
 from calm_jax.parallel.mesh import path_of
 
 # Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
@@ -109,6 +110,32 @@ def silu(x: Array) -> Array:
 def gated(gate: Array, up: Array) -> Array:
     """`silu(gate) * up`, of which the backward pass keeps only the two arguments."""
     return nn.silu(gate) * up
+
+
+def gated_halves(x: Array) -> Array:
+    """`silu(gate) * up` for `gate, up = jnp.split(x, 2, axis=-1)`, [..., 2 F] -> [..., F]."""
+    return _halves(x) if target_device().platform == "cpu" else _halves_in_one_gradient(x)
+
+
+def _halves(x: Array) -> Array:
+    gate, up = jnp.split(x, 2, axis=-1)
+    return nn.silu(gate) * up
+
+
+# The gradient is one elementwise expression over both halves. Differentiation of `_halves` has two arrays to concatenate, which
+# XLA's GPU backend writes first and copies then. On CPUs, where arithmetic costs more than copies, that is faster.
+_halves_in_one_gradient = jax.custom_vjp(_halves)
+
+
+def _halves_backward(x: Array, g: Array) -> tuple[Array]:
+    gate, up = jnp.split(x[..., None, :], 2, axis=-1)
+    weight = nn.sigmoid(gate)
+    is_gate = jnp.arange(2)[:, None] == 0
+    of_gate, of_up = up * weight * (1 + gate * (1 - weight)), gate * weight
+    return ((g[..., None, :] * jnp.where(is_gate, of_gate, of_up)).reshape(x.shape),)
+
+
+_halves_in_one_gradient.defvjp(lambda x: (_halves(x), x), _halves_backward)
 
 
 def layer_norm(

@@ -13,7 +13,7 @@ from calm_jax.errors import UserError, require_at_least, require_one_of, require
 from calm_jax.models import attention
 from calm_jax.models.kv_cache import Fork, KVCache, Memory, SegmentIds, UnslicedLayer, Written
 from calm_jax.models.layers import Rotation, SwiGLU, linear, rotate, rotation_at
-from calm_jax.parallel.constraints import PRODUCT, constrain, unrolled
+from calm_jax.parallel.constraints import PRODUCT, constrain, unrolled, unrolled_in_training
 from calm_jax.parallel.devices import target_device
 
 # For each `lm.model.remat`, the policy that says which values of a layer are kept for the backward pass; None keeps all.
@@ -153,13 +153,15 @@ class Transformer(nn.Module):
         position_BL = first_B[:, None] + jnp.arange(num_new)
         factors = rotation_at(position_BL, config.head_size, config.rope_theta)
         read: Memory | UnslicedLayer | None = None if memory is None else memory.for_layers()
-        unroll = 1
+        unroll = (
+            1 if isinstance(memory, KVCache | Fork) else unrolled_in_training(config.num_layers)
+        )
         if isinstance(memory, KVCache) and num_new == 1:
             unroll = unrolled(config.num_layers)
             if memory.key.size and target_device().platform == "cpu":
                 read = UnslicedLayer(memory, jnp.arange(config.num_layers))
         kept = _KEPT[config.remat]
-        block = Block if kept is None else nn.remat(Block, prevent_cse=False, policy=kept)
+        block = Block if kept is None else nn.remat(Block, prevent_cse=unroll > 1, policy=kept)
         layers = nn.scan(
             block,
             variable_axes={"params": 0},

@@ -65,9 +65,10 @@ class AutoregressiveTask:
         """Cross-entropy of each token but the first in nats, [B, T-1]; 0 where masked."""
         tokens_BLK, targets_BLK = chunks(batch, 1)
         variables = {"params": params}
-        inputs = tokens_BLK[:, :-1], documents_of(batch, 1)
+        # The last token is read too, as in `CalmTask.hidden`.
+        inputs = tokens_BLK, documents_of(batch, 1)
         h_BLD, _ = call(self.model, variables, "hidden", *inputs)
-        return call(self.model, variables, "loss", h_BLD, targets_BLK[:, 1:, 0])
+        return call(self.model, variables, "loss", h_BLD[:, :-1], targets_BLK[:, 1:, 0])
 
     def loss(
         self, params: Params, frozen: Params, batch: Batch, key_B: Array, step: Array

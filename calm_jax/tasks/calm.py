@@ -91,10 +91,12 @@ class CalmTask:
     def hidden(
         self, params: Params, tokens_BLK: Array, documents: SegmentIds | None = None
     ) -> Array:
-        """The hidden states that predict each chunk but the first, [B, L-1, D]."""
-        inputs_BLK = tokens_BLK[:, :-1]
-        h_BLD, _ = call(self.model, {"params": params}, "hidden", inputs_BLK, documents)
-        return h_BLD
+        """The hidden states that predict each chunk but the first, [B, L-1, D].
+
+        The last chunk, from which nothing is predicted, is read too: L is a multiple of what kernels want, and L - 1 is not.
+        """
+        h_BLD, _ = call(self.model, {"params": params}, "hidden", tokens_BLK, documents)
+        return h_BLD[:, :-1]
 
     def loss(
         self, params: Params, frozen: Params, batch: Batch, key_B: Array, step: Array

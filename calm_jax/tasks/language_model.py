@@ -19,11 +19,11 @@ from calm_jax.tasks.base import Params, call, ratio, split_keys
 
 
 def documents_of(batch: Mapping[str, Any], chunk_size: int) -> SegmentIds | None:
-    """The documents of all chunks but the last of each block, to isolate them; None if they are not isolated."""
+    """The documents of all chunks of each block, [B, L], to isolate them; None if they are not isolated."""
     if "segments" not in batch:
         return None
     # Isolated documents consist of whole chunks, so that a chunk's first token tells its document.
-    return SegmentIds(batch["segments"][:, ::chunk_size][:, :-1])
+    return SegmentIds(batch["segments"][:, ::chunk_size])
 
 
 def chunk_model(

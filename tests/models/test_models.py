@@ -18,8 +18,10 @@ from calm_jax.config import resolve
 from calm_jax.data.packing import MASKED
 from calm_jax.errors import UserError
 from calm_jax.losses import Posterior, cross_entropy, energy_score
+from calm_jax.models import layers, transformer
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM, TokenPredictor
+from calm_jax.models.heads import energy
 from calm_jax.models.heads.energy import EnergyHead, EnergyHeadConfig
 from calm_jax.models.layers import SwiGLU
 from calm_jax.parallel import constraints
@@ -186,6 +188,36 @@ def test_remat_changes_neither_loss_nor_gradient(remat, attention):
     )
     np.testing.assert_allclose(loss, same_loss, rtol=1e-6)
     jax.tree.map(assert_close, recomputed, kept)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_layers_one_after_the_other_train_like_a_loop_over_them(remat, monkeypatch):
+    """As on GPUs; the head's blocks, too."""
+    monkeypatch.setattr(constraints, "_FEW_ROWS", 0)
+    in_a_loop, params = gradient_of(remat)
+    expected = in_a_loop(params)
+    for module in (energy, transformer):
+        monkeypatch.setattr(module, "unrolled_in_training", lambda length: length)
+    unrolled, _ = gradient_of(remat)
+    loops, fewer = (
+        of.lower(params).as_text().count("stablehlo.while") for of in (in_a_loop, unrolled)
+    )
+    # Backbone and head have two each, forward and backward.
+    assert loops - fewer == 4
+    jax.tree.map(assert_close, unrolled(params), expected)
+
+
+def test_both_ways_to_gate_halves_have_the_same_value_and_gradient():
+    draw = np.random.default_rng(0).normal
+    x, g = draw(size=(3, 14)).astype(np.float32), draw(size=(3, 7)).astype(np.float32)
+    expected, actual = (
+        (value, *pull(g))
+        for value, pull in (
+            jax.vjp(gate, x) for gate in (layers._halves, layers._halves_in_one_gradient)
+        )
+    )
+    jax.tree.map(assert_close, actual, expected)
 
 
 @pytest.mark.slow

@@ -210,7 +210,7 @@ def test_brier_terms_of_a_packed_block_equal_those_of_its_documents(variant):
 
     @functools.partial(jax.jit, static_argnames="isolated")
     def terms(tokens, key_BLJ, segment_BL, isolated):
-        documents = SegmentIds(segment_BL[:, :-1]) if isolated else None
+        documents = SegmentIds(segment_BL) if isolated else None
         model = task.bind(params, frozen)
         return brier.brier_terms(model, tokens, key_BLJ, protocol, 64, 64, documents)
 

@@ -18,7 +18,14 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError, require_at_least
 from calm_jax.losses import Posterior, Target, decoded_brier, energy_score
-from calm_jax.models.layers import layer_norm, linear, linear_in_float32, normal_init, silu
+from calm_jax.models.layers import (
+    gated_halves,
+    layer_norm,
+    linear,
+    linear_in_float32,
+    normal_init,
+    silu,
+)
 from calm_jax.parallel.constraints import (
     PRODUCT,
     constrain,
@@ -26,6 +33,7 @@ from calm_jax.parallel.constraints import (
     has_few_rows,
     matrix_product,
     unrolled,
+    unrolled_in_training,
 )
 
 
@@ -91,8 +99,8 @@ class NoiseBlock(nn.Module):
         once_PD = matrix_product(condition_PD, kernel[width:]) + bias
         a_PND = nn.silu(matrix_product(normed_PND, kernel[:width]) + once_PD[:, None])
         a_PND = nn.silu(linear(width, self.dtype, "hidden")(a_PND))
-        gate, up = jnp.split(linear(2 * width, self.dtype, "gate_up")(a_PND), 2, axis=-1)
-        return constrain(x_PND + linear(width, self.dtype, "down")(nn.silu(gate) * up)), None
+        a_PND = gated_halves(linear(2 * width, self.dtype, "gate_up")(a_PND))
+        return constrain(x_PND + linear(width, self.dtype, "down")(a_PND)), None
 
 
 class EnergyHead(nn.Module):
@@ -128,13 +136,16 @@ class EnergyHead(nn.Module):
             # The backward pass keeps products alone, of N draws at each position, and computes norms and activations again: on
             # accelerators a step is bound by memory, and they are what would pass through it.
             kept = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+            unroll = (unrolled if has_few_rows(x_PND) else unrolled_in_training)(
+                self.config.num_blocks
+            )
             blocks = nn.scan(
-                nn.remat(NoiseBlock, prevent_cse=False, policy=kept),
+                nn.remat(NoiseBlock, prevent_cse=unroll > 1, policy=kept),
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
                 in_axes=nn.broadcast,
                 length=self.config.num_blocks,
-                unroll=unrolled(self.config.num_blocks) if has_few_rows(x_PND) else 1,
+                unroll=unroll,
             )(epsilon, dtype, name="blocks")
             x_PND, _ = blocks(x_PND, condition_PD)
             x_PND = layer_norm(epsilon, dtype, "output_norm")(x_PND)
