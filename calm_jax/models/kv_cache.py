@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.parallel.constraints import is_single_row
+from calm_jax.parallel.constraints import GPUS, is_single_row
+from calm_jax.parallel.devices import target_device
 
 # How many places of a cache `UnslicedLayer` reads at once; fewer if this does not divide the cache's number of places.
 BLOCK = 32
@@ -47,6 +48,9 @@ def _attend(query_BLHA: Array, parts: list[Part]) -> Array:
         score_BGRLS = jnp.einsum(
             "BLGRA,BSGA->BGRLS", query_BLGRA, key_BSGA, preferred_element_type=jnp.float32
         )
+        if target_device().platform in GPUS and length == 1:
+            # XLA for GPUs would compute these products, elementwise for a single query, inside the concatenation, which is slow.
+            score_BGRLS = jax.lax.optimization_barrier(score_BGRLS)
         scores.append(jnp.where(seen_BLS[:, None, None], score_BGRLS / math.sqrt(size), -jnp.inf))
     weight_BGRLS = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     ends = itertools.accumulate(score.shape[-1] for score in scores)

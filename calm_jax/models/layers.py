@@ -173,7 +173,10 @@ class SwiGLU(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        if few_rows_on_one_cpu(x):
+        if self.has_variable("params", "gate_up"):
+            both = linear(2 * self.intermediate_size, self.dtype, "gate_up", use_bias=False)(x)
+            gate, up = jnp.split(both, 2, axis=-1)
+        elif few_rows_on_one_cpu(x):
             # A product of few rows takes most of its time on a CPU for being started, and this is one in the place of two. XLA
             # concatenates the kernels before a loop over chunks.
             kernels = [

@@ -13,6 +13,7 @@ from calm_jax.errors import UserError, require_at_least, require_one_of, require
 from calm_jax.models import attention
 from calm_jax.models.kv_cache import Fork, KVCache, Memory, SegmentIds, UnslicedLayer, Written
 from calm_jax.models.layers import Rotation, SwiGLU, linear, rotate, rotation_at
+from calm_jax.models.stack import stack
 from calm_jax.parallel.constraints import PRODUCT, constrain, unrolled, unrolled_in_training
 from calm_jax.parallel.devices import target_device
 
@@ -81,9 +82,14 @@ class Attention(nn.Module):
             shape = (heads, config.head_size)
             return linear(shape, self.dtype, name, use_bias=False)(x_BLD)
 
-        query_BLHA = rotate(project(config.num_heads, "query"), rotation)
-        key_BLGA = rotate(project(config.num_kv_heads, "key"), rotation)
-        value_BLGA = project(config.num_kv_heads, "value")
+        heads, groups = config.num_heads, config.num_kv_heads
+        if self.has_variable("params", "query_key_value"):
+            ends = heads, heads + groups
+            parts = jnp.split(project(heads + 2 * groups, "query_key_value"), ends, axis=-2)
+        else:
+            parts = [project(heads, "query"), project(groups, "key"), project(groups, "value")]
+        query_BLHA, key_BLGA = (rotate(part, rotation) for part in parts[:2])
+        value_BLGA = parts[2]
         written = None
         if memory is None or isinstance(memory, SegmentIds):
             segment_BL = None if memory is None else memory.segment
@@ -162,14 +168,10 @@ class Transformer(nn.Module):
                 read = UnslicedLayer(memory, jnp.arange(config.num_layers))
         kept = _KEPT[config.remat]
         block = Block if kept is None else nn.remat(Block, prevent_cse=unroll > 1, policy=kept)
-        layers = nn.scan(
-            block,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=(_per_layer(read), nn.broadcast),
-            length=config.num_layers,
-            unroll=unroll,
-        )(config, self.dtype, name="layers")
+        in_axes = _per_layer(read), nn.broadcast
+        layers = stack(
+            self, block, (config, self.dtype), "layers", config.num_layers, in_axes, unroll
+        )
         with jax.named_scope("backbone"):
             x_BLD = constrain(x_BLD.astype(self.dtype))
             x_BLD, written = layers(x_BLD, read, factors)

@@ -36,7 +36,7 @@ def unrolled_in_training(length: int) -> int:
     fills with zeros first, and copy it out again: a third of the bytes that a step of CALM-M moves. On TPUs and CPUs
     the layers stay a loop, which compiles faster.
     """
-    return length if target_device().platform in _GPUS else 1
+    return length if target_device().platform in GPUS else 1
 
 
 def _ways() -> int:
@@ -148,7 +148,7 @@ def matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """
     if few_rows_on_one_cpu(x):
         result = _flat_product(x, kernel, 1)
-    elif is_single_row(x.shape[:-1], *_GPUS):
+    elif is_single_row(x.shape[:-1], *GPUS):
         result = (_with_second_row(x, 1) @ kernel)[..., 0, :]
     else:
         result = x @ kernel
@@ -170,9 +170,9 @@ def is_single_row(kept: tuple[int, ...], *platforms: str) -> bool:
     return rows_per_device(math.prod(kept)) == 1 and target_device().platform in platforms
 
 
-# XLA for GPUs computes the product of a single row as elementwise products and a sum, for which it copies the layer's kernel
-# out of the stacked kernels. The product of two rows reads the kernel where it is.
-_GPUS = ("gpu", "cuda")
+# JAX's names of the platform of GPUs. XLA for GPUs computes the product of a single row as elementwise products and a sum, which
+# is slower than the product of two rows.
+GPUS = ("gpu", "cuda")
 
 
 def _with_second_row(x: jax.Array, num_contracted: int) -> jax.Array:
@@ -269,7 +269,7 @@ def product(
         is_plain = of_x == tuple(range(len(kept), x.ndim)) and of_kernel == tuple(range(size))
         if is_plain and precision is None and _is_one_cpu():
             return _flat_product(x, kernel, size)
-        if is_plain and is_single_row(kept, *_GPUS):
+        if is_plain and is_single_row(kept, *GPUS):
             x = _with_second_row(x, size)
             contracted = (tuple(axis + 1 for axis in of_x), of_kernel)
             result = jax.lax.dot_general(x, kernel, (contracted, ((), ())), precision)

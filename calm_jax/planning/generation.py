@@ -18,8 +18,13 @@ from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.config import Config
 from calm_jax.cost import flops, sizes
 from calm_jax.data.tokenizers import vocabulary
-from calm_jax.models.layers import in_compute_dtype
-from calm_jax.parallel.mesh import make_mesh, num_row_shards, sharded_shapes, with_layout
+from calm_jax.models.stack import for_generation
+from calm_jax.parallel.mesh import (
+    make_mesh,
+    num_row_shards,
+    sharded_shapes,
+    with_layout,
+)
 from calm_jax.planning import fitting, hlo, memory_traffic
 from calm_jax.planning.planner import COMPILER_OPTIONS
 from calm_jax.planning.result import limits
@@ -162,7 +167,7 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
 
     key = jax.random.key(0)
     task = make_lm_task(config, words, config.eval.published)
-    params = jax.eval_shape(lambda: in_compute_dtype(task.init(key), config.compute_dtype))
+    params = jax.eval_shape(lambda: for_generation(task.init(key), config.compute_dtype, mesh))
     model = {"bind": task.bind, "params": sharded_shapes(params, mesh), "frozen": {}}
     if config.has_autoencoder:
         autoencoder = make_autoencoder_task(config, words)

@@ -15,14 +15,14 @@ from calm_jax.cli.files import local_path
 from calm_jax.config import Config
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
-from calm_jax.models.layers import in_compute_dtype
+from calm_jax.models.stack import for_generation
 from calm_jax.parallel import multihost
 from calm_jax.parallel.devices import memory_here
 from calm_jax.parallel.mesh import make_mesh
 from calm_jax.parallel.signals import poll
 from calm_jax.planning.fitting import generation_mesh
 from calm_jax.run.continuation import Continuation, Piece, Prompt, Row
-from calm_jax.run.continuous_batch import ContinuousBatch, power_of_two
+from calm_jax.run.continuous_batch import ContinuousBatch, mesh_of, power_of_two
 from calm_jax.run.workdir import Workdir
 from calm_jax.sampling.config import SampleConfig
 from calm_jax.sampling.decode import CHUNKS_PER_CALL
@@ -41,8 +41,8 @@ class Generator:
     """A trained language model, ready to continue prompts. Compiled programs are kept from call to call.
 
     Attributes:
-      task, params, frozen: the model; `task.bind(params, frozen)` is the `ChunkModel` that samplers use. The kernels and
-        embeddings in `params` have the compute dtype. `frozen` has the parameters of the autoencoder, and is empty for the
+      task, params, frozen: the model; `task.bind(params, frozen)` is the `ChunkModel` that samplers use. `params` are in the layout
+        of `calm_jax.models.stack.for_generation`. `frozen` has the parameters of the autoencoder, and is empty for the
         autoregressive baseline.
       tokenizer: the model's tokenizer.
       options: the `sample` section of the model's config; `dataclasses.replace(options, ...)` changes some of them.
@@ -52,8 +52,7 @@ class Generator:
     def __init__(
         self, task: LmTask, params: Params, frozen: Params, tokenizer: Tokenizer, config: Config
     ):
-        # Cast once here, instead of in every layer for every chunk.
-        self.params = in_compute_dtype(params, config.compute_dtype)
+        self.params = for_generation(params, config.compute_dtype, mesh_of(params))
         self.task, self.frozen = task, frozen
         self.tokenizer, self.options = tokenizer, config.sample
         self.max_chunks = config.lm.data.block_tokens // config.chunk_size

@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 
 from calm_jax.losses import Posterior
 from calm_jax.models.layers import layer_norm, linear, linear_in_float32, normal_init, silu
-from calm_jax.parallel.constraints import constrain
+from calm_jax.models.stack import stack
+from calm_jax.parallel.constraints import constrain, unrolled_in_training
 
 # The time embedding has this many cosines and as many sines; the longest wavelength is 2 pi times _LONGEST_PERIOD.
 _NUM_FREQUENCIES = 128
@@ -113,13 +114,15 @@ class AdaLNMLP(nn.Module):
             condition_PD = linear(width, dtype, "condition", kernel_init=_xavier)(h_PD)
             active = silu(t + condition_PD[:, None])
             x_PND = linear(width, dtype, "input", kernel_init=_xavier)(x_PNZ.astype(dtype))
-            blocks = nn.scan(
+            blocks = stack(
+                self,
                 ModulatedBlock,
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                in_axes=nn.broadcast,
-                length=self.num_blocks,
-            )(self.norm_epsilon, dtype, name="blocks")
+                (self.norm_epsilon, dtype),
+                "blocks",
+                self.num_blocks,
+                (nn.broadcast,),
+                unrolled_in_training(self.num_blocks),
+            )
             x_PND, _ = blocks(x_PND, active)
             zeros = nn.initializers.zeros
             modulation = linear(2 * width, dtype, "modulation", kernel_init=zeros)(active)

@@ -26,6 +26,7 @@ from calm_jax.models.layers import (
     normal_init,
     silu,
 )
+from calm_jax.models.stack import stack
 from calm_jax.parallel.constraints import (
     PRODUCT,
     constrain,
@@ -139,14 +140,15 @@ class EnergyHead(nn.Module):
             unroll = (unrolled if has_few_rows(x_PND) else unrolled_in_training)(
                 self.config.num_blocks
             )
-            blocks = nn.scan(
+            blocks = stack(
+                self,
                 nn.remat(NoiseBlock, prevent_cse=unroll > 1, policy=kept),
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                in_axes=nn.broadcast,
-                length=self.config.num_blocks,
-                unroll=unroll,
-            )(epsilon, dtype, name="blocks")
+                (epsilon, dtype),
+                "blocks",
+                self.config.num_blocks,
+                (nn.broadcast,),
+                unroll,
+            )
             x_PND, _ = blocks(x_PND, condition_PD)
             x_PND = layer_norm(epsilon, dtype, "output_norm")(x_PND)
             x_PND = silu(linear(width, dtype, "output_hidden")(x_PND))

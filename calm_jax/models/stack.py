@@ -1,0 +1,114 @@
+"""Stacks of equal layers, and the layout in which GPUs generate fastest.
+
+Training has the parameters of all layers of a stack in one array each, [layers, ...], which `jax.lax.scan` goes through.
+Generation on GPUs has them apart (`for_generation`): a loop over chunks would copy each layer's kernels out of the stacked
+ones, once for every chunk.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
+
+from calm_jax.models.layers import in_compute_dtype
+from calm_jax.parallel.constraints import GPUS
+
+# The names of the stacks whose layers `for_generation` takes apart.
+_STACKS = ("layers", "blocks")
+# Layers with the same input, and the layer that computes all of them in one product; its outputs are theirs, side by side.
+_MERGED = {
+    ("attention", "query_key_value"): ("query", "key", "value"),
+    ("mlp", "gate_up"): ("gate", "up"),
+}
+
+
+def stack(
+    parent: nn.Module,
+    layer: Callable[..., nn.Module],
+    arguments: Sequence[Any],
+    name: str,
+    length: int,
+    in_axes: tuple[Any, ...],
+    unroll: int,
+) -> Callable[..., tuple[Any, Any]]:
+    """`length` equal layers, each applied to the result of the one before it, with parameters of its own.
+
+    Args:
+        parent: the module that they belong to.
+        layer: a module's class, called `(x, *inputs) -> (x, outputs)`.
+        arguments: of the class.
+        name: of the stack.
+        length: number of layers.
+        in_axes: for each of the `inputs`, as for `nn.scan`: 0 for arrays with an axis of layers, `nn.broadcast` for the others.
+        unroll: as for `nn.scan`; has no meaning where the layers' parameters are apart.
+
+    Returns:
+        The function `(x, *inputs) -> (x, outputs)`; outputs are stacked along a first axis of layers.
+    """
+    if not parent.has_variable("params", f"{name}_0"):
+        return nn.scan(
+            layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=in_axes,
+            length=length,
+            # Drawing the parameters of each layer in a program of its own would only take longer to compile.
+            unroll=1 if parent.is_initializing() else unroll,
+        )(*arguments, name=name)
+
+    def one_by_one(x: Any, *inputs: Any) -> tuple[Any, Any]:
+        outputs = []
+        for index in range(length):
+            own = jax.tree.map(functools.partial(_at, index), in_axes, inputs)
+            x, output = layer(*arguments, name=f"{name}_{index}")(x, *own)
+            outputs.append(output)
+        return x, jax.tree.map(lambda *each: jnp.stack(each), *outputs)
+
+    return one_by_one
+
+
+def _at(index: int, axis: Any, tree: Any) -> Any:
+    """Layer `index` of a tree of arrays with an axis of layers (`axis` 0); the tree itself if it is the same for all layers."""
+    return jax.tree.map(operator.itemgetter(index), tree) if axis == 0 else tree
+
+
+def for_generation(params: Any, dtype: DTypeLike, mesh: Mesh | AbstractMesh | None) -> Any:
+    """Parameters of a language model in the layout for generation. The model computes the same with them, up to rounding.
+
+    Kernels and embedding tables are cast to `dtype`. On GPUs that hold all parameters each, the layers of stacks are taken apart
+    ("layers" becomes "layers_0", "layers_1" and so on), and products of the same input become one.
+
+    Args:
+        params: float32 parameters.
+        dtype: to compute in.
+        mesh: of the devices that hold them; None for a single device of this process.
+    """
+    params = in_compute_dtype(params, dtype)
+    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    is_whole = mesh is None or mesh.shape["fsdp"] * mesh.shape["tensor"] == 1
+    return jax.jit(_apart)(params) if device.platform in GPUS and is_whole else params
+
+
+def _apart(params: Any) -> Any:
+    found = {}
+    for path, x in flatten_dict(params).items():
+        at = next((place for place, name in enumerate(path) if name in _STACKS), None)
+        if at is None:
+            found[path] = x
+            continue
+        for index, own in enumerate(x):
+            found[(*path[:at], f"{path[at]}_{index}", *path[at + 1 :])] = own
+    for path in list(found):
+        for (parent, merged), names in _MERGED.items():
+            # Linear layers of these names have a kernel alone.
+            if path[-3:] == (parent, names[0], "kernel"):
+                parts = [found.pop((*path[:-2], name, "kernel")) for name in names]
+                found[(*path[:-2], merged, "kernel")] = jnp.concatenate(parts, axis=1)
+    return unflatten_dict(found)
