@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 from calm_jax.parallel.constraints import (
     constrain_groups,
     each_group,
-    few_rows_on_one_cpu,
     gathered_in,
     product,
 )
@@ -152,19 +151,6 @@ def layer_norm(
     )
 
 
-class _Kernel(nn.Module):
-    """The kernel of `linear(features, dtype, use_bias=False)` of the same name, [inputs, features] in `dtype`."""
-
-    features: int
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, inputs: int) -> Array:
-        return self.param("kernel", normal_init, (inputs, self.features), jnp.float32).astype(
-            self.dtype
-        )
-
-
 class SwiGLU(nn.Module):
     """`down(silu(gate x) * up x)`, without biases: [..., D] -> [..., D]."""
 
@@ -175,16 +161,6 @@ class SwiGLU(nn.Module):
     def __call__(self, x: Array) -> Array:
         if self.has_variable("params", "gate_up"):
             both = linear(2 * self.intermediate_size, self.dtype, "gate_up", use_bias=False)(x)
-            gate, up = jnp.split(both, 2, axis=-1)
-        elif few_rows_on_one_cpu(x):
-            # A product of few rows takes most of its time on a CPU for being started, and this is one in the place of two. XLA
-            # concatenates the kernels before a loop over chunks.
-            kernels = [
-                _Kernel(self.intermediate_size, self.dtype, name=name)(x.shape[-1])
-                for name in ("gate", "up")
-            ]
-            contracted = (((x.ndim - 1,), (0,)), ((), ()))
-            both = product(x.astype(self.dtype), jnp.concatenate(kernels, axis=1), contracted)
             gate, up = jnp.split(both, 2, axis=-1)
         else:
             gate = linear(self.intermediate_size, self.dtype, "gate", use_bias=False)(x)

@@ -1,8 +1,8 @@
-"""Stacks of equal layers, and the layout in which GPUs generate fastest.
+"""Stacks of equal layers, and the layout of their parameters in which CPUs and GPUs generate fastest.
 
 Training has the parameters of all layers of a stack in one array each, [layers, ...], which `jax.lax.scan` goes through.
-Generation on GPUs has them apart (`for_generation`): a loop over chunks would copy each layer's kernels out of the stacked
-ones, once for every chunk.
+Generation has them apart (`for_generation`). Otherwise GPUs would copy each layer's kernels out of the stacked ones for every
+chunk, and CPUs once before each loop over chunks.
 """
 
 import functools
@@ -20,12 +20,15 @@ from jax.typing import DTypeLike
 from calm_jax.models.layers import in_compute_dtype
 from calm_jax.parallel.constraints import GPUS
 
-# The names of the stacks whose layers `for_generation` takes apart.
+# JAX's names of the platforms for which `for_generation` takes layers apart. TPUs copy no kernels out of stacked ones.
+_PLATFORMS = ("cpu", *GPUS)
+# The names of the stacks whose layers it takes apart.
 _STACKS = ("layers", "blocks")
-# Layers with the same input, and the layer that computes all of them in one product; its outputs are theirs, side by side.
+# Linear layers without biases that have the same input, by the module that has them; the layer that computes all of them in one
+# product; and the axis of their kernels along which its kernel has theirs, side by side.
 _MERGED = {
-    ("attention", "query_key_value"): ("query", "key", "value"),
-    ("mlp", "gate_up"): ("gate", "up"),
+    "attention": (("query", "key", "value"), "query_key_value", -2),
+    "mlp": (("gate", "up"), "gate_up", -1),
 }
 
 
@@ -80,10 +83,10 @@ def _at(index: int, axis: Any, tree: Any) -> Any:
 
 
 def for_generation(params: Any, dtype: DTypeLike, mesh: Mesh | AbstractMesh | None) -> Any:
-    """Parameters of a language model in the layout for generation. The model computes the same with them, up to rounding.
+    """Parameters of a model in the layout for generation. The model computes the same with them, up to rounding.
 
-    Kernels and embedding tables are cast to `dtype`. On GPUs that hold all parameters each, the layers of stacks are taken apart
-    ("layers" becomes "layers_0", "layers_1" and so on), and products of the same input become one.
+    Kernels and embedding tables are cast to `dtype`. On CPUs and GPUs that hold all parameters each, the layers of stacks are taken
+    apart ("layers" becomes "layers_0", "layers_1" and so on), and products of the same input become one.
 
     Args:
         params: float32 parameters.
@@ -93,7 +96,7 @@ def for_generation(params: Any, dtype: DTypeLike, mesh: Mesh | AbstractMesh | No
     params = in_compute_dtype(params, dtype)
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
     is_whole = mesh is None or mesh.shape["fsdp"] * mesh.shape["tensor"] == 1
-    return jax.jit(_apart)(params) if device.platform in GPUS and is_whole else params
+    return jax.jit(_apart)(params) if device.platform in _PLATFORMS and is_whole else params
 
 
 def _apart(params: Any) -> Any:
@@ -106,9 +109,8 @@ def _apart(params: Any) -> Any:
         for index, own in enumerate(x):
             found[(*path[:at], f"{path[at]}_{index}", *path[at + 1 :])] = own
     for path in list(found):
-        for (parent, merged), names in _MERGED.items():
-            # Linear layers of these names have a kernel alone.
+        for parent, (names, merged, axis) in _MERGED.items():
             if path[-3:] == (parent, names[0], "kernel"):
                 parts = [found.pop((*path[:-2], name, "kernel")) for name in names]
-                found[(*path[:-2], merged, "kernel")] = jnp.concatenate(parts, axis=1)
+                found[(*path[:-2], merged, "kernel")] = jnp.concatenate(parts, axis=axis)
     return unflatten_dict(found)

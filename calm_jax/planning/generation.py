@@ -171,7 +171,8 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
     model = {"bind": task.bind, "params": sharded_shapes(params, mesh), "frozen": {}}
     if config.has_autoencoder:
         autoencoder = make_autoencoder_task(config, words)
-        model["frozen"] = {"params": sharded_shapes(jax.eval_shape(autoencoder.init, key), mesh)}
+        frozen = jax.eval_shape(lambda: for_generation(autoencoder.init(key), "float32", mesh))
+        model["frozen"] = {"params": sharded_shapes(frozen, mesh)}
     # Prompts of half the context, as many as are read together.
     length = num_chunks // 2
     num_read = min(batch, max(ways, CHUNKS_READ_TOGETHER // length // ways * ways))

@@ -41,8 +41,8 @@ class Generator:
     """A trained language model, ready to continue prompts. Compiled programs are kept from call to call.
 
     Attributes:
-      task, params, frozen: the model; `task.bind(params, frozen)` is the `ChunkModel` that samplers use. `params` are in the layout
-        of `calm_jax.models.stack.for_generation`. `frozen` has the parameters of the autoencoder, and is empty for the
+      task, params, frozen: the model; `task.bind(params, frozen)` is the `ChunkModel` that samplers use. Both are in the
+        layout of `calm_jax.models.stack.for_generation`. `frozen` has the parameters of the autoencoder, and is empty for the
         autoregressive baseline.
       tokenizer: the model's tokenizer.
       options: the `sample` section of the model's config; `dataclasses.replace(options, ...)` changes some of them.
@@ -52,8 +52,9 @@ class Generator:
     def __init__(
         self, task: LmTask, params: Params, frozen: Params, tokenizer: Tokenizer, config: Config
     ):
-        self.params = for_generation(params, config.compute_dtype, mesh_of(params))
-        self.task, self.frozen = task, frozen
+        mesh = mesh_of(params)
+        self.params = for_generation(params, config.compute_dtype, mesh)
+        self.task, self.frozen = task, for_generation(frozen, "float32", mesh)
         self.tokenizer, self.options = tokenizer, config.sample
         self.max_chunks = config.lm.data.block_tokens // config.chunk_size
         self._config = config

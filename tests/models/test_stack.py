@@ -1,4 +1,4 @@
-"""The layout in which GPUs generate: the same model, with the layers apart and fewer products."""
+"""The layout for generation: the same model, with the layers apart and fewer products."""
 
 import jax
 import numpy as np
@@ -6,11 +6,6 @@ import pytest
 
 from calm_jax.models import stack
 from tests.tiny_model import tiny
-
-
-@pytest.fixture
-def cpus_as_gpus(monkeypatch):
-    monkeypatch.setattr(stack, "GPUS", ("cpu",))
 
 
 @pytest.mark.parametrize(
@@ -24,9 +19,8 @@ def cpus_as_gpus(monkeypatch):
         ),
     ],
 )
-def test_the_layout_of_gpus_gives_the_same_text(arguments, cpus_as_gpus, monkeypatch):
-    """One prompt and several. Logarithms of probabilities are those of equal programs, up to
-    rounding, so that a draw differs for one chunk in thousands."""
+def test_stacked_layers_and_layers_apart_give_the_same_text(arguments, monkeypatch):
+    """One prompt and several. Hidden states differ by rounding, so that a draw differs for one chunk in thousands."""
     made = tiny(arguments)
     apart = made.generator()
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(apart.params)]
@@ -34,7 +28,7 @@ def test_the_layout_of_gpus_gives_the_same_text(arguments, cpus_as_gpus, monkeyp
     assert not any("'layers'" in path or "'query'" in path for path in paths)
     prompts = [list(b"def f(x):"), list(b"import os"), list(b"x")]
     texts = [apart.generate(some, made.config.sample) for some in (prompts[:1], prompts)]
-    monkeypatch.undo()
+    monkeypatch.setattr(stack, "_PLATFORMS", ())
     stacked = made.generator()
     for some, text in zip((prompts[:1], prompts), texts, strict=True):
         expected = stacked.generate(some, made.config.sample)

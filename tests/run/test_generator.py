@@ -55,14 +55,14 @@ def _empty_cache(batch, size, window):
 
 @dataclasses.dataclass(frozen=True)
 class Playback:
-    """The task of that model. Its parameters are the scripts, [ROWS, PLACES, CHOICES, K]."""
+    """The task of that model. Its one parameter are the scripts, [ROWS, PLACES, CHOICES, K]."""
 
     chunk_size: int = K
 
     def bind(self, params, frozen) -> ChunkModel:
         def unfold(latent_R3):
             row_R, place_R, choice_R = jnp.moveaxis(latent_R3, -1, 0)
-            return params[row_R, jnp.minimum(place_R, PLACES - 1), choice_R][..., None]
+            return params["scripts"][row_R, jnp.minimum(place_R, PLACES - 1), choice_R][..., None]
 
         return ChunkModel(
             _latents, unfold, lambda x_R1: x_R1[:, 0], _advance, _empty_cache, None, None
@@ -92,7 +92,7 @@ def playing(*scripts) -> Generator:
         ids += [0] * (PLACES * K - len(ids))
         params[row] = np.repeat(np.reshape(ids, (PLACES, 1, K)), CHOICES, axis=1)
     made = tiny()
-    return Generator(PLAYBACK, jnp.asarray(params), {}, TOKENIZER, made.config)
+    return Generator(PLAYBACK, {"scripts": jnp.asarray(params)}, {}, TOKENIZER, made.config)
 
 
 def prompts_of(num: int = ROWS) -> list[list[int]]:
@@ -207,9 +207,7 @@ def test_a_stop_string_in_the_prompt_does_not_end_the_text():
     row_a, row_b = [97] * K, [0] * K
     generator = playing("b")
     # A prompt of "aaaa" plays script 97; copies of one script stand for all of them.
-    generator = Generator(
-        PLAYBACK, jnp.tile(generator.params[:1], (98, 1, 1, 1)), {}, TOKENIZER, tiny().config
-    )
+    generator.params = jax.tree.map(lambda x: jnp.tile(x[:1], (98, 1, 1, 1)), generator.params)
     for prompt in (row_a, row_b):
         (one,) = generator.generate([prompt], options(stop=("ab", "a"), max_tokens=8))
         assert (one.text, one.finish) == ("b" + 7 * "\0", "length")
@@ -394,12 +392,10 @@ def test_texts_and_streams_agree_with_the_token_by_token_definition(stop):
 
 def test_incomplete_prompts_are_padded_as_asked_and_whole_ones_are_not():
     """The first token selects the script: with pads on the left it is the pad's, 258, else the prompt's, 7."""
-    generator = Generator(
-        PLAYBACK, jnp.zeros((259, PLACES, CHOICES, K), jnp.int32), {}, TOKENIZER, tiny().config
-    )
+    generator = playing("")
     rng = np.random.default_rng(0)
     scripts = rng.integers(0, 200, (259, PLACES, 1, K))
-    generator.params = jnp.asarray(np.repeat(scripts, CHOICES, axis=2), jnp.int32)
+    generator.params = {"scripts": jnp.asarray(np.repeat(scripts, CHOICES, axis=2), jnp.int32)}
     for alignment, first in (("left", PAD), ("pad", 7)):
         chosen = options(prompt_alignment=alignment, max_tokens=4)
         begun, whole = generator.generate([[7, 8, 9], [7, 8, 9, 10]], chosen)
