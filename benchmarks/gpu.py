@@ -37,8 +37,8 @@ _SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _BATCHES = "1,8,64"
 # Tokens of a prompt, as the suite has them, and of a continuation. The bound is planned for a cache of both.
 _PROMPT, _NEW = 32, 256
-# What a step and decoding are to reach: MFU, and times the bound. By the planner, memory bandwidth bounds the MFU of CALM-M on
-# one H100 at 46 % (docs/scaling.md): its step reaches the goal only at that bound itself, or where a real GPU's kernels move less.
+# What a step and decoding are to reach: MFU, and times the bound. On an H100 CALM-M's step has an MFU of 36.5 %, of 79.5 % that the
+# planner's bound allows, and decoding takes 5 (batch 1) and 8 times (batch 64) the bound (docs/benchmarks.md, "On a GPU").
 _LEAST_MFU, _MOST_TIMES = 0.45, 2.0
 # A step of 131,072 tokens (32,768 chunks); the published batch of two million tokens only repeats such microbatches.
 _CALM_M = ("--config=configs/calm_m.py", "--config.lm.training.batch_size=16")
