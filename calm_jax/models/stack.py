@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from calm_jax.models.layers import in_compute_dtype
@@ -24,8 +24,9 @@ from calm_jax.parallel.constraints import GPUS
 _PLATFORMS = ("cpu", *GPUS)
 # The names of the stacks whose layers it takes apart.
 _STACKS = ("layers", "blocks")
-# Linear layers without biases that have the same input, by the module that has them; the layer that computes all of them in one
-# product; and the axis of their kernels along which its kernel has theirs, side by side.
+# Linear layers without biases that have the same input, by the module of backbone or autoencoder that has them; the layer that
+# computes all of them in one product; and the axis of their kernels along which its kernel has theirs, side by side. Heads have no
+# such layers, and one from outside of the package may use these names for others.
 _MERGED = {
     "attention": (("query", "key", "value"), "query_key_value", -2),
     "mlp": (("gate", "up"), "gate_up", -1),
@@ -82,7 +83,7 @@ def _at(index: int, axis: Any, tree: Any) -> Any:
     return jax.tree.map(operator.itemgetter(index), tree) if axis == 0 else tree
 
 
-def for_generation(params: Any, dtype: DTypeLike, mesh: Mesh | AbstractMesh | None) -> Any:
+def for_generation(params: Any, dtype: DTypeLike, mesh: Mesh | None) -> Any:
     """Parameters of a model in the layout for generation. The model computes the same with them, up to rounding.
 
     Kernels and embedding tables are cast to `dtype`. On CPUs and GPUs that hold all parameters each, the layers of stacks are taken
@@ -110,7 +111,7 @@ def _apart(params: Any) -> Any:
             found[(*path[:at], f"{path[at]}_{index}", *path[at + 1 :])] = own
     for path in list(found):
         for parent, (names, merged, axis) in _MERGED.items():
-            if path[-3:] == (parent, names[0], "kernel"):
+            if path[0] != "head" and path[-3:] == (parent, names[0], "kernel"):
                 parts = [found.pop((*path[:-2], name, "kernel")) for name in names]
                 found[(*path[:-2], merged, "kernel")] = jnp.concatenate(parts, axis=axis)
     return unflatten_dict(found)
