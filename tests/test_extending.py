@@ -43,12 +43,13 @@ class GaussianHead(nn.Module):
     dtype: jnp.dtype
 
     def setup(self):
-        self.mean = nn.Dense(self.latent_size, dtype=self.dtype)
+        # A name that the backbone has for its stack.
+        self.layers = nn.Sequential([nn.Dense(self.latent_size, dtype=self.dtype)])
 
     def sample(self, h_PD, num_draws, key_P, noise_scale):
         shape = (num_draws, self.latent_size)
         noise_PNZ = jax.vmap(lambda key: jax.random.normal(key, shape))(key_P)
-        return self.mean(h_PD)[:, None] + noise_scale * noise_PNZ
+        return self.layers(h_PD)[:, None] + noise_scale * noise_PNZ
 
     def loss(self, h_PD, target, key_P):
         draws_PNZ = self.sample(h_PD, self.config.num_samples, key_P, 1)

@@ -157,7 +157,8 @@ def autoencoder_training(config: Config, vocab_size: int) -> Flops:
 
 
 def lm_training(config: Config, vocab_size: int, count: Count) -> Flops:
-    """Training of stage 2, per token of text. OURS leaves out a block's last chunk, from which nothing is predicted."""
+    """Training of stage 2, per token of text. OURS does not count a block's last chunk, which the
+    backbone reads, but from which nothing is predicted."""
     K, D = config.chunk_size, config.lm.model.hidden_size
     num_chunks = config.lm.data.block_tokens // K
     # Chunks from which the next one is predicted, per token.

@@ -244,7 +244,7 @@ def _filled(x_BL: Array, multiple: int) -> Array:
 
 
 def _cudnn(query_BLHA: Array, key_BLGA: Array, value_BLGA: Array) -> Array:
-    """cuDNN's attention. JAX accepts only even lengths when training, and ours are odd (L - 1 chunks), so this pads."""
+    """cuDNN's attention. JAX accepts only even lengths when training; an odd L is padded."""
     even = [_filled(x_BLHA, 2) for x_BLHA in (query_BLHA, key_BLGA, value_BLGA)]
     mixed_BLHA = jax.nn.dot_product_attention(*even, is_causal=True, implementation="cudnn")
     return mixed_BLHA[:, : query_BLHA.shape[1]]

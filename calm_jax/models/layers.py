@@ -122,7 +122,7 @@ def _halves(x: Array) -> Array:
 
 
 # The gradient is one elementwise expression over both halves. Differentiation of `_halves` has two arrays to concatenate, which
-# XLA's GPU backend writes first and copies then. On CPUs, where arithmetic costs more than copies, that is faster.
+# XLA's GPU backend writes first and copies then. On CPUs, where arithmetic costs more than copies, differentiation is faster.
 _halves_in_one_gradient = jax.custom_vjp(_halves)
 
 

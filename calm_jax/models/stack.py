@@ -1,4 +1,4 @@
-"""Stacks of equal layers, and the layout of their parameters in which CPUs and GPUs generate fastest.
+"""Stacks of equal layers, and the layout of their parameters in which CPUs and GPUs generate.
 
 Training has the parameters of all layers of a stack in one array each, [layers, ...], which `jax.lax.scan` goes through.
 Generation has them apart (`for_generation`). Otherwise GPUs would copy each layer's kernels out of the stacked ones for every
@@ -7,7 +7,7 @@ chunk, and CPUs once before each loop over chunks.
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -22,8 +22,6 @@ from calm_jax.parallel.constraints import GPUS
 
 # JAX's names of the platforms for which `for_generation` takes layers apart. TPUs copy no kernels out of stacked ones.
 _PLATFORMS = ("cpu", *GPUS)
-# The names of the stacks whose layers it takes apart.
-_STACKS = ("layers", "blocks")
 # Linear layers without biases that have the same input, by the module of backbone or autoencoder that has them; the layer that
 # computes all of them in one product; and the axis of their kernels along which its kernel has theirs, side by side. Heads have no
 # such layers, and one from outside of the package may use these names for others.
@@ -83,32 +81,38 @@ def _at(index: int, axis: Any, tree: Any) -> Any:
     return jax.tree.map(operator.itemgetter(index), tree) if axis == 0 else tree
 
 
-def for_generation(params: Any, dtype: DTypeLike, mesh: Mesh | None) -> Any:
+def for_generation(
+    params: Any, dtype: DTypeLike, stacks: Collection[tuple[str, ...]], mesh: Mesh | None
+) -> Any:
     """Parameters of a model in the layout for generation. The model computes the same with them, up to rounding.
 
     Kernels and embedding tables are cast to `dtype`. On CPUs and GPUs that hold all parameters each, the layers of stacks are taken
-    apart ("layers" becomes "layers_0", "layers_1" and so on), and products of the same input become one.
+    apart ("layers" becomes "layers_0", "layers_1" and so on), and products of the same input become one. The given arrays stay as
+    they are, so that both layouts are in memory until the caller drops the first.
 
     Args:
-        params: float32 parameters.
+        params: float32 parameters, a tree of dictionaries.
         dtype: to compute in.
+        stacks: the paths of the stacks (`stack`) in `params`.
         mesh: of the devices that hold them; None for a single device of this process.
     """
-    params = in_compute_dtype(params, dtype)
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
     is_whole = mesh is None or mesh.shape["fsdp"] * mesh.shape["tensor"] == 1
-    return jax.jit(_apart)(params) if device.platform in _PLATFORMS and is_whole else params
+    if device.platform not in _PLATFORMS or not is_whole:
+        return in_compute_dtype(params, dtype)
+    # One program, so that no third copy of the parameters is in memory.
+    return jax.jit(lambda params: _apart(in_compute_dtype(params, dtype), stacks))(params)
 
 
-def _apart(params: Any) -> Any:
+def _apart(params: Any, stacks: Collection[tuple[str, ...]]) -> Any:
     found = {}
     for path, x in flatten_dict(params).items():
-        at = next((place for place, name in enumerate(path) if name in _STACKS), None)
-        if at is None:
+        own = next((stack for stack in stacks if path[: len(stack)] == stack), None)
+        if own is None:
             found[path] = x
             continue
-        for index, own in enumerate(x):
-            found[(*path[:at], f"{path[at]}_{index}", *path[at + 1 :])] = own
+        for index, layer in enumerate(x):
+            found[(*own[:-1], f"{own[-1]}_{index}", *path[len(own) :])] = layer
     for path in list(found):
         for parent, (names, merged, axis) in _MERGED.items():
             if path[0] != "head" and path[-3:] == (parent, names[0], "kernel"):

@@ -22,9 +22,9 @@ _FEW_ROWS = 256
 def unrolled(length: int) -> int:
     """The `unroll` of a scan over `length` layers with stacked kernels, where products have few rows.
 
-    On CPUs and GPUs the scan is unrolled completely, because it would copy each kernel out of its stack in each step of the
-    loop over chunks. The slice of a fixed layer is taken before that loop (CPUs), or is a part of the product (GPUs). TPUs
-    do not copy kernels, and need no unrolling.
+    On CPUs and GPUs the scan is unrolled completely, because it would copy each kernel out of its stack in each step of a
+    loop over chunks. On CPUs the slice of a fixed layer is taken before that loop; on GPUs it is mostly a copy in each step still, so
+    that generation has the layers apart (`calm_jax.models.stack.for_generation`). TPUs do not copy kernels, and need no unrolling.
     """
     return 1 if target_device().platform == "tpu" else length
 
@@ -146,7 +146,7 @@ def matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     The variant for CPUs is not used for many rows, because it makes a training step 15 % slower. The result has the checkpoint
     name `PRODUCT`.
     """
-    if few_rows_on_one_cpu(x):
+    if _few_rows_on_one_cpu(x):
         result = _flat_product(x, kernel, 1)
     elif is_single_row(x.shape[:-1], *GPUS):
         result = (_with_second_row(x, 1) @ kernel)[..., 0, :]
@@ -155,7 +155,7 @@ def matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return checkpoint_name(result, PRODUCT)
 
 
-def few_rows_on_one_cpu(x: jax.Array) -> bool:
+def _few_rows_on_one_cpu(x: jax.Array) -> bool:
     """Whether a single CPU device multiplies activations [..., features] of few rows (`has_few_rows`)."""
     return has_few_rows(x) and _is_one_cpu()
 

@@ -37,9 +37,9 @@ from calm_jax.training.step import step_program
 SHARE = 0.9
 # The same for a CPU, whose memory also holds the text, a copy of the state while it is saved, and other programs.
 _SHARE_OF_HOST = 0.5
-# The share of a device's memory that float32 parameters may take if each device is to hold all of them for generation. The
-# rest is for their copy in the compute dtype, keys, values and samples.
-_SHARE_OF_REPLICAS = 0.5
+# The share of a device's memory that parameters in float32 and their copy in the compute dtype may take together if each device is
+# to hold all of them for generation. The rest is for keys, values and samples.
+_SHARE_OF_REPLICAS = 0.75
 
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
@@ -96,13 +96,15 @@ def generation_mesh(
       memory: bytes of one device's memory.
 
     Returns:
-      All devices along `data`, if the parameters take at most half of a device's memory. Otherwise `config.mesh`, adapted to
-      the devices.
+      All devices along `data`, if the parameters and their copy in the compute dtype take at most three quarters of a device's
+      memory. Otherwise `config.mesh`, adapted to the devices.
     """
     # A single device holds all parameters in any case, so their counting, which takes half a second, is saved.
     if len(devices) > 1:
         held = sizes.state_bytes(config, "lm", vocab_size)
-        if held["parameters"] + held["frozen"] <= _SHARE_OF_REPLICAS * memory:
+        copied = np.dtype(config.compute_dtype).itemsize / np.dtype(np.float32).itemsize
+        needed = (1 + copied) * held["parameters"] + 2 * held["frozen"]
+        if needed <= _SHARE_OF_REPLICAS * memory:
             return MeshConfig(data=-1, fsdp=1, tensor=1)
     return adapted(config.mesh, devices)
 

@@ -167,11 +167,13 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
 
     key = jax.random.key(0)
     task = make_lm_task(config, words, config.eval.published)
-    params = jax.eval_shape(lambda: for_generation(task.init(key), config.compute_dtype, mesh))
+    params = jax.eval_shape(
+        lambda: for_generation(task.init(key), config.compute_dtype, task.stacks, mesh)
+    )
     model = {"bind": task.bind, "params": sharded_shapes(params, mesh), "frozen": {}}
     if config.has_autoencoder:
         autoencoder = make_autoencoder_task(config, words)
-        frozen = jax.eval_shape(lambda: for_generation(autoencoder.init(key), "float32", mesh))
+        frozen = jax.eval_shape(lambda: for_generation(autoencoder.init(key), "float32", (), mesh))
         model["frozen"] = {"params": sharded_shapes(frozen, mesh)}
     # Prompts of half the context, as many as are read together.
     length = num_chunks // 2

@@ -53,7 +53,7 @@ def padded_length(num_chunks: int) -> int:
     return max(_SHORTEST_READ, power_of_two(num_chunks))
 
 
-def mesh_of(params: Params) -> Mesh | None:
+def mesh_of_params(params: Params) -> Mesh | None:
     """The mesh over whose devices parameters are laid out; None for a single device."""
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf.sharding, NamedSharding) and leaf.sharding.num_devices > 1:
@@ -91,7 +91,7 @@ class ContinuousBatch:
         """
         self._model = task.bind, params, frozen
         self._chunk_size, self._tokenizer, self._max_chunks = task.chunk_size, tokenizer, max_chunks
-        self._mesh = mesh_of(params)
+        self._mesh = mesh_of_params(params)
         self._ways = 1 if self._mesh is None else num_row_shards(self._mesh)
         self._waiting: collections.deque[Row] = collections.deque()
         self._rows: list[Row | None] = [None] * self._divisible(num_places)

@@ -22,7 +22,7 @@ from calm_jax.parallel.mesh import make_mesh
 from calm_jax.parallel.signals import poll
 from calm_jax.planning.fitting import generation_mesh
 from calm_jax.run.continuation import Continuation, Piece, Prompt, Row
-from calm_jax.run.continuous_batch import ContinuousBatch, mesh_of, power_of_two
+from calm_jax.run.continuous_batch import ContinuousBatch, mesh_of_params, power_of_two
 from calm_jax.run.workdir import Workdir
 from calm_jax.sampling.config import SampleConfig
 from calm_jax.sampling.decode import CHUNKS_PER_CALL
@@ -52,9 +52,9 @@ class Generator:
     def __init__(
         self, task: LmTask, params: Params, frozen: Params, tokenizer: Tokenizer, config: Config
     ):
-        mesh = mesh_of(params)
-        self.params = for_generation(params, config.compute_dtype, mesh)
-        self.task, self.frozen = task, for_generation(frozen, "float32", mesh)
+        mesh = mesh_of_params(params)
+        self.params = for_generation(params, config.compute_dtype, task.stacks, mesh)
+        self.task, self.frozen = task, for_generation(frozen, "float32", (), mesh)
         self.tokenizer, self.options = tokenizer, config.sample
         self.max_chunks = config.lm.data.block_tokens // config.chunk_size
         self._config = config
@@ -68,7 +68,7 @@ class Generator:
     def load(cls, folder: str | pathlib.Path) -> "Generator":
         """Loads the latest language model of a workdir onto all available devices, whatever mesh it was trained on.
 
-        Each device holds all parameters, if they take at most half of its memory.
+        Each device holds all parameters, if they fit into it (`calm_jax.planning.fitting.generation_mesh`).
 
         Raises `UserError` if the folder has no trained language model.
         """

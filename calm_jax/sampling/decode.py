@@ -31,8 +31,8 @@ Bind = Callable[[Any, Any], ChunkModel]
 CHUNKS_PER_CALL = 32
 # Prompts that one call of `prefill` reads have at most this many chunks, padding included; a single longer prompt is read alone.
 CHUNKS_READ_TOGETHER = 4096
-# XLA for GPUs merges products that share an operand, such as those of queries, keys and values, and for that copies their
-# kernels side by side at each step. This option turns merging off; other platforms ignore it.
+# XLA for GPUs merges products that share an operand, and for that copies their kernels side by side at each step. This option turns
+# merging off; other platforms ignore it. Products to merge are merged before (`calm_jax.models.stack.for_generation`).
 _OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 

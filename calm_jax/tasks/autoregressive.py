@@ -17,6 +17,7 @@ from calm_jax.tasks.language_model import (
     predicted_keys,
     report,
     score,
+    stacks_of,
 )
 
 
@@ -38,6 +39,11 @@ class AutoregressiveTask:
     def chunk_size(self) -> int:
         """K = 1: its chunks are single tokens."""
         return 1
+
+    @property
+    def stacks(self) -> tuple[tuple[str, ...], ...]:
+        """See `stacks_of`."""
+        return stacks_of(self.model)
 
     def init(self, key: Array) -> Params:
         """See `Task.init`."""

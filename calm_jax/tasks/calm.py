@@ -24,6 +24,7 @@ from calm_jax.tasks.language_model import (
     predicted_keys,
     report,
     score,
+    stacks_of,
 )
 
 
@@ -47,6 +48,11 @@ class CalmTask:
     def chunk_size(self) -> int:
         """K, tokens per chunk."""
         return self.autoencoder.chunk_size
+
+    @property
+    def stacks(self) -> tuple[tuple[str, ...], ...]:
+        """See `stacks_of`."""
+        return stacks_of(self.model)
 
     def init(self, key: Array) -> Params:
         """See `Task.init`."""

@@ -18,6 +18,16 @@ from calm_jax.sampling.chunk_model import ChunkModel, at_once
 from calm_jax.tasks.base import Params, call, ratio, split_keys
 
 
+def stacks_of(model: CALM | AutoregressiveLM) -> tuple[tuple[str, ...], ...]:
+    """The paths of the stacks of equal layers in a model's parameters: the backbone's, and those that its head names.
+
+    See `calm_jax.models.stack.for_generation`.
+    """
+    # A head need not name any: it then keeps its own layout.
+    of_head = getattr(model.head, "stacks", ())
+    return ("backbone", "layers"), *(("head", *path) for path in of_head)
+
+
 def documents_of(batch: Mapping[str, Any], chunk_size: int) -> SegmentIds | None:
     """The documents of all chunks of each block, [B, L], to isolate them; None if they are not isolated."""
     if "segments" not in batch:

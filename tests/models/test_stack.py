@@ -25,6 +25,8 @@ def test_stacked_layers_and_layers_apart_give_the_same_text(arguments, monkeypat
     apart = made.generator()
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(apart.params)]
     assert any("layers_1" in path and "query_key_value" in path for path in paths)
+    frozen = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(apart.frozen)]
+    assert any("gate_up" in path for path in frozen) == made.config.has_autoencoder
     assert not any("'layers'" in path or "'query'" in path for path in paths)
     prompts = [list(b"def f(x):"), list(b"import os"), list(b"x")]
     texts = [apart.generate(some, made.config.sample) for some in (prompts[:1], prompts)]
@@ -42,7 +44,7 @@ def test_grouped_heads_are_merged_in_their_order():
         name: {"kernel": rng.normal(size=(3, 8, heads, 2)).astype(np.float32)}
         for name, heads in (("query", 4), ("key", 2), ("value", 2))
     }
-    apart = stack._apart({"layers": {"attention": parts}})
+    apart = stack._apart({"layers": {"attention": parts}}, [("layers",)])
     assert sorted(apart) == ["layers_0", "layers_1", "layers_2"]
     merged = apart["layers_1"]["attention"]["query_key_value"]["kernel"]
     expected = np.concatenate([parts[name]["kernel"][1] for name in parts], axis=1)

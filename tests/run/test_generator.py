@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import random
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,7 @@ class Playback:
     """The task of that model. Its one parameter are the scripts, [ROWS, PLACES, CHOICES, K]."""
 
     chunk_size: int = K
+    stacks: ClassVar[tuple] = ()
 
     def bind(self, params, frozen) -> ChunkModel:
         def unfold(latent_R3):

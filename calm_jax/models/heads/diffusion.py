@@ -10,6 +10,7 @@ P positions, N draws or targets of each, Z latent size.
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -209,6 +210,7 @@ class DiffusionHead(nn.Module):
     latent_size: int
     norm_epsilon: float
     dtype: DTypeLike
+    stacks: ClassVar[tuple[tuple[str, ...], ...]] = (("net", "blocks"),)
 
     def setup(self):
         self.net = AdaLNMLP(

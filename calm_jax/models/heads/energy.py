@@ -8,6 +8,7 @@ P positions, N draws at each, D hidden features, E noise features, Z latent feat
 """
 
 import dataclasses
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -122,6 +123,7 @@ class EnergyHead(nn.Module):
     latent_size: int
     norm_epsilon: float
     dtype: DTypeLike
+    stacks: ClassVar[tuple[tuple[str, ...], ...]] = (("blocks",),)
 
     @nn.compact
     def __call__(self, h_PD: Array, noise_PNE: Array) -> Array:

@@ -6,6 +6,7 @@ P positions, N draws or targets of each, Z latent size.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -58,6 +59,7 @@ class FlowHead(nn.Module):
     latent_size: int
     norm_epsilon: float
     dtype: DTypeLike
+    stacks: ClassVar[tuple[tuple[str, ...], ...]] = (("net", "blocks"),)
 
     def setup(self):
         self.net = AdaLNMLP(
