@@ -19,12 +19,7 @@ from calm_jax.config import Config
 from calm_jax.cost import flops, sizes
 from calm_jax.data.tokenizers import vocabulary
 from calm_jax.models.stack import for_generation
-from calm_jax.parallel.mesh import (
-    make_mesh,
-    num_row_shards,
-    sharded_shapes,
-    with_layout,
-)
+from calm_jax.parallel.mesh import make_mesh, num_row_shards, sharded_shapes, with_layout
 from calm_jax.planning import fitting, hlo, memory_traffic
 from calm_jax.planning.planner import COMPILER_OPTIONS
 from calm_jax.planning.result import limits
