@@ -17,6 +17,7 @@ from calm_jax.errors import UserError, require_at_least, require_positive
 from calm_jax.losses import Posterior, clamped_kl
 from calm_jax.models import vocabulary
 from calm_jax.models.layers import SwiGLU, linear, linear_in_float32, look_up, normal_init
+from calm_jax.models.stack import scanned
 from calm_jax.parallel.constraints import constrain, unrolled_in_training
 
 
@@ -77,14 +78,8 @@ class ResidualMLP(nn.Module):
 
 
 def _stack(config: AutoencoderConfig, num_layers: int, dtype: DTypeLike) -> nn.Module:
-    scanned = nn.scan(
-        ResidualMLP,
-        variable_axes={"params": 0},
-        split_rngs={"params": True},
-        length=num_layers,
-        unroll=unrolled_in_training(num_layers),
-    )
-    return scanned(config, dtype)
+    loop = scanned(ResidualMLP, num_layers, (nn.broadcast,), unrolled_in_training(num_layers))
+    return loop(config, dtype)
 
 
 class Autoencoder(nn.Module):

@@ -7,7 +7,7 @@ chunk, and CPUs once before each loop over chunks.
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -20,6 +20,8 @@ from jax.typing import DTypeLike
 from calm_jax.models.layers import in_compute_dtype
 from calm_jax.parallel.constraints import GPUS
 
+# The paths of stacks in a tree of parameters.
+Stacks = tuple[tuple[str, ...], ...]
 # JAX's names of the platforms for which `for_generation` takes layers apart. TPUs copy no kernels out of stacked ones.
 _PLATFORMS = ("cpu", *GPUS)
 # Linear layers without biases that have the same input, by the module of backbone or autoencoder that has them; the layer that
@@ -29,6 +31,20 @@ _MERGED = {
     "attention": (("query", "key", "value"), "query_key_value", -2),
     "mlp": (("gate", "up"), "gate_up", -1),
 }
+
+
+def scanned(
+    layer: Callable[..., nn.Module], length: int, in_axes: tuple[Any, ...], unroll: int
+) -> Callable[..., nn.Module]:
+    """The class of a loop over `length` layers with stacked parameters; the arguments are those of `stack`."""
+    return nn.scan(
+        layer,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=in_axes,
+        length=length,
+        unroll=unroll,
+    )
 
 
 def stack(
@@ -55,15 +71,9 @@ def stack(
         The function `(x, *inputs) -> (x, outputs)`; outputs are stacked along a first axis of layers.
     """
     if not parent.has_variable("params", f"{name}_0"):
-        return nn.scan(
-            layer,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=in_axes,
-            length=length,
-            # Drawing the parameters of each layer in a program of its own would only take longer to compile.
-            unroll=1 if parent.is_initializing() else unroll,
-        )(*arguments, name=name)
+        # Drawing the parameters of each layer in a program of its own would only take longer to compile.
+        unroll = 1 if parent.is_initializing() else unroll
+        return scanned(layer, length, in_axes, unroll)(*arguments, name=name)
 
     def one_by_one(x: Any, *inputs: Any) -> tuple[Any, Any]:
         outputs = []
@@ -81,9 +91,7 @@ def _at(index: int, axis: Any, tree: Any) -> Any:
     return jax.tree.map(operator.itemgetter(index), tree) if axis == 0 else tree
 
 
-def for_generation(
-    params: Any, dtype: DTypeLike, stacks: Collection[tuple[str, ...]], mesh: Mesh | None
-) -> Any:
+def for_generation(params: Any, dtype: DTypeLike, stacks: Stacks, mesh: Mesh | None) -> Any:
     """Parameters of a model in the layout for generation. The model computes the same with them, up to rounding.
 
     Kernels and embedding tables are cast to `dtype`. On CPUs and GPUs that hold all parameters each, the layers of stacks are taken
@@ -100,11 +108,16 @@ def for_generation(
     is_whole = mesh is None or mesh.shape["fsdp"] * mesh.shape["tensor"] == 1
     if device.platform not in _PLATFORMS or not is_whole:
         return in_compute_dtype(params, dtype)
+    return _cast_and_apart(params, dtype, stacks)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "stacks"))
+def _cast_and_apart(params: Any, dtype: DTypeLike, stacks: Stacks) -> Any:
     # One program, so that no third copy of the parameters is in memory.
-    return jax.jit(lambda params: _apart(in_compute_dtype(params, dtype), stacks))(params)
+    return _apart(in_compute_dtype(params, dtype), stacks)
 
 
-def _apart(params: Any, stacks: Collection[tuple[str, ...]]) -> Any:
+def _apart(params: Any, stacks: Stacks) -> Any:
     found = {}
     for path, x in flatten_dict(params).items():
         own = next((stack for stack in stacks if path[: len(stack)] == stack), None)

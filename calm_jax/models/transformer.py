@@ -159,10 +159,10 @@ class Transformer(nn.Module):
         position_BL = first_B[:, None] + jnp.arange(num_new)
         factors = rotation_at(position_BL, config.head_size, config.rope_theta)
         read: Memory | UnslicedLayer | None = None if memory is None else memory.for_layers()
-        unroll = (
-            1 if isinstance(memory, KVCache | Fork) else unrolled_in_training(config.num_layers)
-        )
-        if isinstance(memory, KVCache) and num_new == 1:
+        unroll = 1
+        if not isinstance(memory, KVCache | Fork):
+            unroll = unrolled_in_training(config.num_layers)
+        elif isinstance(memory, KVCache) and num_new == 1:
             unroll = unrolled(config.num_layers)
             if memory.key.size and target_device().platform == "cpu":
                 read = UnslicedLayer(memory, jnp.arange(config.num_layers))

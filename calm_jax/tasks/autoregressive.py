@@ -8,6 +8,7 @@ from jax import Array
 
 from calm_jax import brier
 from calm_jax.models.autoregressive import AutoregressiveLM
+from calm_jax.models.stack import Stacks
 from calm_jax.sampling.chunk_model import ChunkModel
 from calm_jax.tasks.base import Batch, Metrics, Params, call, chunks, total
 from calm_jax.tasks.language_model import (
@@ -41,7 +42,7 @@ class AutoregressiveTask:
         return 1
 
     @property
-    def stacks(self) -> tuple[tuple[str, ...], ...]:
+    def stacks(self) -> Stacks:
         """See `stacks_of`."""
         return stacks_of(self.model)
 

@@ -13,6 +13,7 @@ from calm_jax.losses import Posterior, Target
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM
 from calm_jax.models.kv_cache import SegmentIds
+from calm_jax.models.stack import Stacks
 from calm_jax.rng import named
 from calm_jax.sampling.chunk_model import ChunkModel, at_once
 from calm_jax.tasks import latents
@@ -50,7 +51,7 @@ class CalmTask:
         return self.autoencoder.chunk_size
 
     @property
-    def stacks(self) -> tuple[tuple[str, ...], ...]:
+    def stacks(self) -> Stacks:
         """See `stacks_of`."""
         return stacks_of(self.model)
 

@@ -12,13 +12,14 @@ from calm_jax.data.packing import MASKED
 from calm_jax.models.autoregressive import AutoregressiveLM
 from calm_jax.models.calm import CALM
 from calm_jax.models.kv_cache import Fork, KVCache, Memory, SegmentIds
+from calm_jax.models.stack import Stacks
 from calm_jax.models.transformer import TransformerConfig
 from calm_jax.parallel.constraints import rows_per_device
 from calm_jax.sampling.chunk_model import ChunkModel, at_once
 from calm_jax.tasks.base import Params, call, ratio, split_keys
 
 
-def stacks_of(model: CALM | AutoregressiveLM) -> tuple[tuple[str, ...], ...]:
+def stacks_of(model: CALM | AutoregressiveLM) -> Stacks:
     """The paths of the stacks of equal layers in a model's parameters: the backbone's, and those that its head names.
 
     See `calm_jax.models.stack.for_generation`.

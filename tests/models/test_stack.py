@@ -44,7 +44,7 @@ def test_grouped_heads_are_merged_in_their_order():
         name: {"kernel": rng.normal(size=(3, 8, heads, 2)).astype(np.float32)}
         for name, heads in (("query", 4), ("key", 2), ("value", 2))
     }
-    apart = stack._apart({"layers": {"attention": parts}}, [("layers",)])
+    apart = stack._apart({"layers": {"attention": parts}}, (("layers",),))
     assert sorted(apart) == ["layers_0", "layers_1", "layers_2"]
     merged = apart["layers_1"]["attention"]["query_key_value"]["kernel"]
     expected = np.concatenate([parts[name]["kernel"][1] for name in parts], axis=1)

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from calm_jax.errors import UserError, require_at_least
 from calm_jax.losses import Target
 from calm_jax.models.heads.adaln import AdaLNMLP, training_draws
+from calm_jax.models.stack import Stacks
 
 NUM_TRAINING_STEPS = 1000
 
@@ -210,7 +211,7 @@ class DiffusionHead(nn.Module):
     latent_size: int
     norm_epsilon: float
     dtype: DTypeLike
-    stacks: ClassVar[tuple[tuple[str, ...], ...]] = (("net", "blocks"),)
+    stacks: ClassVar[Stacks] = (("net", "blocks"),)
 
     def setup(self):
         self.net = AdaLNMLP(

@@ -27,7 +27,7 @@ from calm_jax.models.layers import (
     normal_init,
     silu,
 )
-from calm_jax.models.stack import stack
+from calm_jax.models.stack import Stacks, stack
 from calm_jax.parallel.constraints import (
     PRODUCT,
     constrain,
@@ -123,7 +123,7 @@ class EnergyHead(nn.Module):
     latent_size: int
     norm_epsilon: float
     dtype: DTypeLike
-    stacks: ClassVar[tuple[tuple[str, ...], ...]] = (("blocks",),)
+    stacks: ClassVar[Stacks] = (("blocks",),)
 
     @nn.compact
     def __call__(self, h_PD: Array, noise_PNE: Array) -> Array:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from calm_jax.errors import UserError, require_at_least, require_one_of
 from calm_jax.losses import Target
 from calm_jax.models.heads.adaln import AdaLNMLP, training_draws
+from calm_jax.models.stack import Stacks
 
 SOLVERS = ("midpoint", "euler")
 # The network's time input is in whole thousandths.
@@ -59,7 +60,7 @@ class FlowHead(nn.Module):
     latent_size: int
     norm_epsilon: float
     dtype: DTypeLike
-    stacks: ClassVar[tuple[tuple[str, ...], ...]] = (("net", "blocks"),)
+    stacks: ClassVar[Stacks] = (("net", "blocks"),)
 
     def setup(self):
         self.net = AdaLNMLP(
