@@ -1,6 +1,7 @@
 """A whole recipe in one workdir: trains the autoencoder and the language model, scores both, and writes samples."""
 
 import dataclasses
+import datetime
 import functools
 import json
 import time
@@ -353,7 +354,11 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
         text, corpus = multihost.run_on_all(read)
         multihost.check_same(lambda: preflight.text_facts(corpus))
         results = _score(Run(config, workdir, mesh, text))
-        record = {"eval": dataclasses.asdict(config.eval), "data": dataclasses.asdict(config.data)}
+        record = {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "eval": dataclasses.asdict(config.eval),
+            "data": dataclasses.asdict(config.data),
+        }
 
         def write() -> None:
             ignore_the_next()
