@@ -77,9 +77,10 @@ class ResidualMLP(nn.Module):
         return constrain(x + mlp(norm(x))), None
 
 
-def _stack(config: AutoencoderConfig, num_layers: int, dtype: DTypeLike) -> nn.Module:
-    loop = scanned(ResidualMLP, num_layers, (nn.broadcast,), unrolled_in_training(num_layers))
-    return loop(config, dtype)
+def _stack(parent: "Autoencoder", num_layers: int) -> nn.Module:
+    unroll = unrolled_in_training(num_layers)
+    loop = scanned(parent, ResidualMLP, num_layers, (nn.broadcast,), unroll)
+    return loop(parent.config, parent.dtype)
 
 
 class Autoencoder(nn.Module):
@@ -102,16 +103,16 @@ class Autoencoder(nn.Module):
         self.embed = nn.Embed(
             self.vocab_size, config.hidden_size, dtype=dtype, embedding_init=normal_init
         )
-        self.encoder_token_layers = _stack(config, config.num_encoder_layers // 2, dtype)
+        self.encoder_token_layers = _stack(self, config.num_encoder_layers // 2)
         self.squeeze = linear(config.hidden_size, dtype)
-        self.encoder_chunk_layers = _stack(config, config.num_encoder_layers // 2, dtype)
+        self.encoder_chunk_layers = _stack(self, config.num_encoder_layers // 2)
         self.encoder_norm = nn.RMSNorm(config.norm_epsilon, dtype=dtype)
         self.to_posterior = linear_in_float32(2 * config.latent_size, dtype)
 
         self.from_latent = linear(config.hidden_size, dtype)
-        self.decoder_chunk_layers = _stack(config, config.num_decoder_layers // 2, dtype)
+        self.decoder_chunk_layers = _stack(self, config.num_decoder_layers // 2)
         self.expand = linear(self.chunk_size * config.hidden_size, dtype)
-        self.decoder_token_layers = _stack(config, config.num_decoder_layers // 2, dtype)
+        self.decoder_token_layers = _stack(self, config.num_decoder_layers // 2)
         self.decoder_norm = nn.RMSNorm(config.norm_epsilon, dtype=dtype)
 
     def encode(self, tokens_PK: Array) -> Posterior:

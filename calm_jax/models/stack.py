@@ -34,16 +34,24 @@ _MERGED = {
 
 
 def scanned(
-    layer: Callable[..., nn.Module], length: int, in_axes: tuple[Any, ...], unroll: int
+    parent: nn.Module,
+    layer: Callable[..., nn.Module],
+    length: int,
+    in_axes: tuple[Any, ...],
+    unroll: int,
 ) -> Callable[..., nn.Module]:
     """The class of a loop over `length` layers with stacked parameters; the arguments are those of `stack`."""
+    is_new = parent.is_initializing()
     return nn.scan(
         layer,
         variable_axes={"params": 0},
         split_rngs={"params": True},
         in_axes=in_axes,
         length=length,
-        unroll=unroll,
+        # Drawing the parameters of each layer in a program of its own would only take longer to compile.
+        unroll=1 if is_new else unroll,
+        # The check traces the layer once more. Without it a seed's first parameters would be others.
+        check_constancy_invariants=is_new,
     )
 
 
@@ -71,9 +79,7 @@ def stack(
         The function `(x, *inputs) -> (x, outputs)`; outputs are stacked along a first axis of layers.
     """
     if not parent.has_variable("params", f"{name}_0"):
-        # Drawing the parameters of each layer in a program of its own would only take longer to compile.
-        unroll = 1 if parent.is_initializing() else unroll
-        return scanned(layer, length, in_axes, unroll)(*arguments, name=name)
+        return scanned(parent, layer, length, in_axes, unroll)(*arguments, name=name)
 
     def one_by_one(x: Any, *inputs: Any) -> tuple[Any, Any]:
         outputs = []
