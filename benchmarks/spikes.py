@@ -27,7 +27,7 @@ from calm_jax.data.tokenizers import KINDS
 from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.tasks.base import ratio
 from calm_jax.training.optimizer import make_optimizer
-from calm_jax.training.step import TrainState, fresh_state, make_step
+from calm_jax.training.step import TrainState, init_state, make_step
 from tests import tiny_recipe
 
 _SEEDS = flags.DEFINE_integer("seeds", 3, "texts of each kind", lower_bound=1)
@@ -37,6 +37,7 @@ _STEPS, _SPIKE, _LENGTH = 300, 150, 5
 _SHOWN = (150, 155, 160, 175, 200, 250, 300)
 _HIGHER, _FACTOR, _LAST = 30.0, 5.0, 50
 _ROWS, _TOKENS = 16, 32
+_MESH = MeshConfig(-1, 1, 1)
 _WORDS = (b"def ", b"class ", b"return ", b"self", b".", b"(", b"):\n", b"value ", b"= ", b"name")
 
 
@@ -68,8 +69,8 @@ def _programs() -> tuple[Callable, Callable, Callable, TrainState]:
     )
     held_out, key_B = _batch(np.random.default_rng(10**6)), jax.random.split(key, _ROWS)
     loss = jax.jit(lambda params: task.loss(params, {}, held_out, key_B, 0)["loss"])
-    init = fresh_state(task, make_optimizer(rate, _STEPS), {}, held_out, key)
-    return usual, spiking, loss, jax.jit(init)()
+    optimizer, mesh = make_optimizer(rate, _STEPS), make_mesh(_MESH)
+    return usual, spiking, loss, init_state(task, optimizer, {}, held_out, key, mesh)
 
 
 def _trained(spike: str, response: str, seed: int) -> list[float]:
@@ -106,7 +107,7 @@ def main(argv: list[str]) -> None:
         for spike in ("batches", "rate")
         for response in ("as it is", "skipped", "gone back")
     ]
-    with jax.set_mesh(make_mesh(MeshConfig(-1, 1, 1))):
+    with jax.set_mesh(make_mesh(_MESH)):
         for spike, response in kinds:
             means = np.mean(
                 [_trained(spike, response, seed) for seed in range(_SEEDS.value)], axis=0

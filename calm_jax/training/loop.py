@@ -30,10 +30,10 @@ from calm_jax.training.step import (
     TrainingConfig,
     TrainState,
     batch_shapes,
-    fresh_state,
     init_state,
     jit_step,
     make_step,
+    state_shapes,
 )
 
 # The key of a checkpoint's `about` with the number of metrics records before it; checkpoints of earlier commits lack it.
@@ -141,7 +141,7 @@ class Trainer:
         of_state = (stage.task, optimizer, stage.frozen, batch, init_key)
         self._saved_step = checkpointer.latest_step
         if self._saved_step is not None:
-            self._state = self._restored(jax.eval_shape(fresh_state(*of_state)))
+            self._state = self._restored(state_shapes(*of_state))
         else:
             self._state = init_state(*of_state, mesh)
             if stage.initial is not None:

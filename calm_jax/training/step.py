@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -139,11 +139,10 @@ def make_step(
         for leaf in jax.tree.leaves(params):
             finite &= jnp.isfinite(leaf).all()
         streak = jnp.where(finite, 0, state.nonfinite_streak + 1)
-        stopped = state.nonfinite_streak >= config.max_nonfinite_steps
-        keep = finite & ~stopped
+        goes_on = state.nonfinite_streak < config.max_nonfinite_steps
 
-        def choose(new: Any, old: Any) -> Any:
-            return jax.tree.map(functools.partial(jnp.where, keep), new, old)
+        def choose(condition: Array, new: Any, old: Any) -> Any:
+            return jax.tree.map(functools.partial(jnp.where, condition), new, old)
 
         is_text = (batch["targets"] != MASKED) & (batch["targets"] != pad_id)
         one = jnp.float32(1)
@@ -158,15 +157,15 @@ def make_step(
             metrics,
             state.metrics,
         )
-        advanced = TrainState(
-            state.step + 1,
-            choose(params, state.params),
-            choose(opt_state, state.opt_state),
-            metrics,
-            streak,
-            state.nonfinite_total + ~finite,
+        params, opt_state = choose(
+            finite & goes_on, (params, opt_state), (state.params, state.opt_state)
         )
-        return jax.tree.map(functools.partial(jnp.where, stopped), state, advanced)
+        step, metrics, streak, total = choose(
+            goes_on,
+            (state.step + 1, metrics, streak, state.nonfinite_total + ~finite),
+            (state.step, state.metrics, state.nonfinite_streak, state.nonfinite_total),
+        )
+        return TrainState(step, params, opt_state, metrics, streak, total)
 
     return step
 
@@ -216,36 +215,41 @@ def step_program(
     batch = batch_shapes(config, data.block_tokens)
     if data.isolate_documents:
         batch["segments"] = batch["tokens"]
-    state = jax.eval_shape(fresh_state(task, optimizer, frozen, batch, key))
+    state = state_shapes(task, optimizer, frozen, batch, key)
     step = jit_step(make_step(task, optimizer, config, key, pad_id), state, mesh)
     rows = {name: NamedSharding(mesh, BATCH) for name in batch}
     arguments = sharded_shapes(state, mesh), sharded_shapes(frozen, mesh), with_layout(batch, rows)
     return StepProgram(step, arguments)
 
 
-def fresh_state(
+def state_shapes(
     task: Task,
     optimizer: optax.GradientTransformation,
     frozen: Params,
     batch: Mapping[str, Any],
     key: Array,
-) -> Callable[[], TrainState]:
-    """Returns a function without arguments that makes the initial state.
+) -> TrainState:
+    """The shapes of a stage's state.
 
-    Call it under `jax.jit` or `jax.eval_shape`, because the state may be too large for one device. Of `frozen` and `batch`
-    only the shapes are used; `key` is the random key of the parameters.
+    Args:
+      task, optimizer: as in `make_step`.
+      frozen: arrays or shapes of the parameters that the task does not train.
+      batch: arrays or shapes of a batch.
+      key: the random key of the parameters.
     """
+    params = jax.eval_shape(task.init, key)
+    key_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), len(batch["tokens"])))
+    metrics = jax.eval_shape(task.loss, params, frozen, batch, key_B, jnp.int32(0))
+    names = [*metrics, "gradient_norm", "tokens_per_step"]
+    return jax.eval_shape(functools.partial(_fresh_state, optimizer, names), params)
 
-    def init() -> TrainState:
-        params = task.init(key)
-        key_B = jax.random.split(jax.random.key(0), len(batch["tokens"]))
-        metrics = jax.eval_shape(task.loss, params, frozen, batch, key_B, jnp.int32(0))
-        metrics |= {name: (0, 0) for name in ("gradient_norm", "tokens_per_step")}
-        zeros = jax.tree.map(lambda _: jnp.float32(0), metrics)
-        count = jnp.int32(0)
-        return TrainState(count, params, optimizer.init(params), zeros, count, count)
 
-    return init
+def _fresh_state(
+    optimizer: optax.GradientTransformation, metrics: Iterable[str], params: Params
+) -> TrainState:
+    zeros = {name: (jnp.float32(0), jnp.float32(0)) for name in metrics}
+    count = jnp.int32(0)
+    return TrainState(count, params, optimizer.init(params), zeros, count, count)
 
 
 def init_state(
@@ -256,9 +260,16 @@ def init_state(
     key: Array,
     mesh: Mesh,
 ) -> TrainState:
-    """The initial state (see `fresh_state`), every shard of which is made on its own device."""
-    init = fresh_state(task, optimizer, frozen, batch, key)
-    return jax.jit(init, out_shardings=shardings(jax.eval_shape(init), mesh))()
+    """The initial state. Each device makes its own shards of it, as the whole may be too large for one.
+
+    The arguments are those of `state_shapes`, and the mesh.
+    """
+    shapes = state_shapes(task, optimizer, frozen, batch, key)
+
+    def init() -> TrainState:
+        return _fresh_state(optimizer, shapes.metrics, task.init(key))
+
+    return jax.jit(init, out_shardings=shardings(shapes, mesh))()
 
 
 def jit_step(step: Step, state: TrainState, mesh: Mesh) -> Any:

@@ -19,7 +19,7 @@ from calm_jax.config import resolve
 from calm_jax.data.tokenizers import Vocabulary
 from calm_jax.parallel.mesh import BATCH, MeshConfig, make_mesh, shardings
 from calm_jax.training.optimizer import make_optimizer
-from calm_jax.training.step import batch_shapes, fresh_state, jit_step, make_step
+from calm_jax.training.step import batch_shapes, jit_step, make_step, state_shapes
 from jax.sharding import NamedSharding
 from tests.tiny_recipe import get_config
 
@@ -44,7 +44,7 @@ def placed(tree, layout):
 
 
 with jax.set_mesh(mesh):
-    state = jax.eval_shape(fresh_state(task, optimizer, frozen, batch, key))
+    state = state_shapes(task, optimizer, frozen, batch, key)
     step = make_step(task, optimizer, training, key, words.pad_id)
     arguments = [placed(tree, shardings(tree, mesh)) for tree in (state, frozen)]
     arguments.append(placed(batch, {{name: NamedSharding(mesh, BATCH) for name in batch}}))
