@@ -252,36 +252,35 @@ def params_of(path, stage):
 @pytest.mark.slow
 def test_fine_tuning_starts_from_the_given_parameters(trained, record_file, text_glob, tmp_path):
     # The learning rate of the first step is zero, so the parameters are still those of the source.
-    out = finetune(trained, tmp_path / "a", record_file, "--config.lm.training.num_steps=1")
+    first, given = tmp_path / "first", tmp_path / "source"
+    shutil.copytree(trained, given)
+    out = finetune(given, first, record_file, "--config.lm.training.num_steps=1")
     assert "BrierLM" in out
-    for stage in ("autoencoder", "lm"):
-        ours, source = params_of(tmp_path / "a", stage), params_of(trained, stage)
-        jax.tree.map(np.testing.assert_array_equal, ours, source)
-    assert Workdir(tmp_path / "a").tokenizer.fingerprint == Workdir(trained).tokenizer.fingerprint
-
-    more = ["--config.lm.training.num_steps=6", "--config.lm.optimizer.learning_rate=0.01"]
-    finetune(trained, tmp_path / "a", record_file, *more)
-    finetune(trained, tmp_path / "b", record_file, *more)
-    ours, source = params_of(tmp_path / "b", "lm"), params_of(trained, "lm")
-    changed = jax.tree.map(lambda a, b: bool((a != b).any()), ours, source)
-    assert all(jax.tree.leaves(changed["backbone"]))
-    scored = run("calm_jax.main", "--mode=eval", f"--config=configs/workdir.py:{tmp_path / 'a'}")
-    assert "BrierLM" in scored and "at equal context" not in scored
+    sources = {stage: params_of(trained, stage) for stage in ("autoencoder", "lm")}
+    for stage, source in sources.items():
+        jax.tree.map(np.testing.assert_array_equal, params_of(first, stage), source)
+    assert Workdir(first).tokenizer.fingerprint == Workdir(trained).tokenizer.fingerprint
     # A run has a copy of its first parameters, and does not need the source again.
-    other = tmp_path / "source"
-    shutil.copytree(trained, other)
-    finetune(other, tmp_path / "d", record_file, "--config.lm.training.num_steps=1")
+    shutil.rmtree(given)
     # As it would be, had it been killed before its first checkpoint.
-    shutil.rmtree(tmp_path / "d" / "lm")
-    (tmp_path / "d" / "metrics.jsonl").unlink()
-    shutil.rmtree(other)
-    again = f"--config=configs/workdir.py:{tmp_path / 'd'}"
-    run("calm_jax.main", again)
-    jax.tree.map(np.testing.assert_array_equal, params_of(tmp_path / "d", "lm"), source)
+    shutil.rmtree(first / "lm")
+    (first / "metrics.jsonl").unlink()
+    run("calm_jax.main", f"--config=configs/workdir.py:{first}")
+    jax.tree.map(np.testing.assert_array_equal, params_of(first, "lm"), sources["lm"])
+
+    second = tmp_path / "second"
+    more = ["--config.lm.training.num_steps=6", "--config.lm.optimizer.learning_rate=0.01"]
+    finetune(trained, second, record_file, *more)
+    changed = jax.tree.map(
+        lambda a, b: bool((a != b).any()), params_of(second, "lm"), sources["lm"]
+    )
+    assert all(jax.tree.leaves(changed["backbone"]))
+    scored = run("calm_jax.main", "--mode=eval", f"--config=configs/workdir.py:{second}")
+    assert "BrierLM" in scored and "at equal context" not in scored
     # A fine-tuned run can be fine-tuned in turn, on records that are mixed with text.
     mixed = [f"--config.data.train_files={record_file},{text_glob}", "--config.data.mixture=(3,1)"]
     mixed += ["--config.lm.data.isolate_documents=True", "--config.lm.training.num_steps=1"]
-    out = finetune(tmp_path / "a", tmp_path / "c", record_file, *mixed)
+    out = finetune(second, tmp_path / "third", record_file, *mixed)
     assert "BrierLM" in out
 
 
