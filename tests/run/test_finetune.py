@@ -21,7 +21,8 @@ from calm_jax.run.workdir import Workdir, fingerprint
 from calm_jax.tasks.language_model import counted_chunks
 from calm_jax.training.checkpoint import latest_step
 from configs import common
-from tests.workdirs import run, train
+from tests.tiny_model import tiny
+from tests.workdirs import run
 
 BYTES = ByteTokenizer(b"")
 PAD, BOS, EOS = BYTES.pad_id, BYTES.bos_id, BYTES.eos_id
@@ -211,10 +212,10 @@ def test_text_that_is_mixed_with_records_has_no_prompts_and_is_not_scored(tmp_pa
 
 
 @pytest.fixture(scope="module")
-def trained(text_glob, tmp_path_factory):
+def trained(tmp_path_factory):
+    """A run with random parameters; its blocks are longer than the records below."""
     workdir = tmp_path_factory.mktemp("source") / "run"
-    # Longer than the blocks of the records below.
-    train(text_glob, workdir, "--config.lm.data.block_tokens=128")
+    tiny(block_tokens=128).save(workdir)
     return workdir
 
 
@@ -308,7 +309,7 @@ def test_a_source_or_text_that_does_not_fit_is_refused_before_anything_is_writte
         f"--config.data.validation_files={text_glob}",
         status=2,
     )
-    assert latest_step(trained / "lm") == 12
+    assert latest_step(trained / "lm") == 0
 
 
 def test_a_device_in_the_source_is_not_copied_until_the_disk_is_full(tmp_path):
@@ -334,11 +335,11 @@ def test_a_device_in_the_source_is_not_copied_until_the_disk_is_full(tmp_path):
 
 
 @pytest.mark.slow
-def test_scoring_needs_no_training_text(trained, text_glob):
+def test_scoring_needs_no_training_text(finished, text_glob):
     out = run(
         "calm_jax.main",
         "--mode=eval",
-        f"--config=configs/workdir.py:{trained}",
+        f"--config=configs/workdir.py:{finished[0]}",
         "--config.data.train_files=",
         f"--config.data.validation_files={text_glob}",
     )
