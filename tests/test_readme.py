@@ -228,11 +228,13 @@ def test_the_quickstart_in_a_short_form(tmp_path):
         "--config.autoencoder.min_accuracy=0.0",
         "--config.lm.training.num_steps=3",
         "--config.sample.max_tokens=8",
+        # Half of the held-out text, as scoring takes longer than so few steps.
+        "--config.data.holdout_every=40",
     ]
     assert command[0] == "-m"
     out = run(*command[1:], *short, xla_flags="")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
-    # The floor stands on the text alone, so it is the same as after the whole run.
+    # The floor stands on the text alone, so it is about the same as after the whole run.
     assert 4 < results["floor"]["brierlm"] < 9
     assert "BrierLM" in out and "--- prompt: 'def '" in out
 
