@@ -42,27 +42,37 @@ _PROMPT, _NEW = 32, 256
 _LEAST_MFU, _MOST_TIMES = 0.45, 2.0
 # A step of 131,072 tokens (32,768 chunks); the published batch of two million tokens only repeats such microbatches.
 _CALM_M = ("--config=configs/calm_m.py", "--config.lm.training.batch_size=16")
+_TINY_MODEL = (
+    "--config.lm.model.hidden_size=64",
+    "--config.lm.model.intermediate_size=128",
+    "--config.lm.model.num_layers=1",
+    "--config.lm.head.num_blocks=1",
+)
 _TINY = (
     "--config=configs/bench_small.py",
     "--config.lm.data.block_tokens=128",
     "--config.autoencoder.data.block_tokens=128",
+    *_TINY_MODEL,
 )
 _TINY_RUN = (
+    *_TINY_MODEL,
     "--config.tokenizer.kind=bytes",
     "--config.autoencoder.training.num_steps=2",
     "--config.autoencoder.min_accuracy=0.0",
     "--config.lm.training.num_steps=2",
+    # Given, so that no step is compiled beforehand to see whether it fits into memory.
+    "--config.autoencoder.training.accumulation_steps=1",
+    "--config.lm.training.accumulation_steps=1",
+    "--config.lm.model.remat=none",
     "--config.sample.max_tokens=4",
 )
 
 
 def _text(folder: pathlib.Path) -> pathlib.Path:
-    """Writes a short text for the dry run, the documentation, and returns its path."""
+    """Writes a short text for the dry run, a page of the documentation, and returns its path."""
+    page = pathlib.Path(__file__).parent.parent / "docs" / "architecture.md"
     path = folder / "text.txt"
-    pages = sorted((pathlib.Path(__file__).parent.parent / "docs").glob("*.md"))
-    path.write_text(
-        "\n\n".join(page.read_text(encoding="utf-8") for page in pages), encoding="utf-8"
-    )
+    path.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
     return path
 
 
