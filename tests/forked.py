@@ -27,28 +27,53 @@ _CONTEXT.set_forkserver_preload(
 )
 
 
+class Started:
+    """`python -m ARGS` in a forked process, whose output goes to the files `out` and `err`, which may be the same.
+
+    folder: the working folder. xla_flags: XLA_FLAGS in place of the caller's. XLA reads them when the forked process first
+      computes; other variables may have been read before the fork.
+    """
+
+    def __init__(
+        self,
+        args: tuple[str, ...],
+        out: pathlib.Path,
+        err: pathlib.Path,
+        folder: pathlib.Path = ROOT,
+        xla_flags: str | None = None,
+    ):
+        environment = dict(os.environ)
+        if xla_flags is not None:
+            environment["XLA_FLAGS"] = xla_flags
+        command = (args, out, err, folder, environment)
+        self._process = _CONTEXT.Process(target=_run_as_main, args=command)
+        self._process.start()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status; raises `TimeoutError` if the process has not ended after so many seconds."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutError
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
 def run(
     args: tuple[str, ...], xla_flags: str | None = None, timeout: float = 500
 ) -> tuple[int, str, str]:
-    """The exit status, stdout and stderr of `python -m ARGS`, in the environment of the caller and the root folder.
-
-    xla_flags: XLA_FLAGS in place of the caller's. XLA reads them when the forked process first computes; other variables may
-      have been read before the fork.
-    """
-    environment = dict(os.environ)
-    if xla_flags is not None:
-        environment["XLA_FLAGS"] = xla_flags
+    """The exit status, stdout and stderr of `python -m ARGS`, in the environment of the caller and the root folder."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = (pathlib.Path(folder) / name for name in ("out", "err"))
-        command = (args, out, err, environment)
-        process = _CONTEXT.Process(target=_run_as_main, args=command)
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
+        process = Started(args, out, err, xla_flags=xla_flags)
+        try:
+            status = process.wait(timeout)
+        except TimeoutError as error:
             process.kill()
-            process.join()
-            raise TimeoutError(f"{args}: {out.read_text()}{err.read_text()}")
-        return process.exitcode, out.read_text(), err.read_text()
+            process.wait()
+            raise TimeoutError(f"{args}: {out.read_text()}{err.read_text()}") from error
+        return status, out.read_text(), err.read_text()
 
 
 def collect_garbage_rarely() -> None:
@@ -61,12 +86,14 @@ def _run_as_main(
     args: tuple[str, ...],
     out: pathlib.Path,
     err: pathlib.Path,
+    folder: pathlib.Path,
     environment: dict[str, str],
 ) -> None:
     for number, path in ((1, out), (2, err)):
-        with open(path, "wb") as file:
+        # Appended to, for the case that both are the same file.
+        with open(path, "ab") as file:
             os.dup2(file.fileno(), number)
-    os.chdir(ROOT)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     sys.path.insert(0, str(ROOT))

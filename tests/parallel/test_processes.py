@@ -17,7 +17,8 @@ import pytest
 
 from calm_jax.errors import UserError
 from calm_jax.parallel import mesh, multihost, startup
-from tests.workdirs import ROOT, metrics, run, start, train
+from tests import forked
+from tests.workdirs import ROOT, metrics, run, train
 
 # A process that hangs is killed after so many seconds.
 KILLED_AFTER = 280
@@ -105,25 +106,41 @@ def test_one_process_holds_all_rows_of_a_batch():
 
 
 class Several:
-    """A command in `number` processes, whose output goes to files.
+    """A command in `number` processes, whose output goes to files: `python -m ARGS`, or `python -c PROGRAM ARGS` of a `program`.
 
-    each: Popen's options for the process of an index. own: flags for the process of an index.
+    cwd: the working folder of the process of an index. own: flags for the process of an index. fresh: processes of their own, for
+      tests that send signals; others are forked where the package is imported already.
     """
 
-    def __init__(self, folder: pathlib.Path, *args: str, number: int, each, own):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        *args: str,
+        number: int = 2,
+        cwd=lambda _: ROOT,
+        own=lambda _: [],
+        program: str = "",
+        fresh: bool = False,
+    ):
         folder.mkdir()
         port = free_port()
         self._files = [folder / f"{index}.txt" for index in range(number)]
         self.processes = []
         for index, file in enumerate(self._files):
             flags = [f"--coordinator=localhost:{port}", f"--num_processes={number}"]
+            command = (*args, *own(index), *flags, f"--process_id={index}")
+            if not program and not fresh:
+                self.processes.append(forked.Started(command, file, file, cwd(index)))
+                continue
+            begin = ["-c", program] if program else ["-m"]
             with open(file, "w", encoding="utf-8") as output:
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, *args, *own(index), *flags, f"--process_id={index}"],
+                        [sys.executable, *begin, *command],
                         stdout=output,
                         stderr=subprocess.STDOUT,
-                        **{"cwd": ROOT} | each(index),
+                        cwd=cwd(index),
+                        env=os.environ | {"PYTHONPATH": str(ROOT)},
                     )
                 )
 
@@ -160,9 +177,9 @@ def several(tmp_path):
     """A function that starts `Several`, whose processes are killed at the end of the test."""
     begun = []
 
-    def start_several(*args: str, number=2, each=lambda _: {}, own=lambda _: []) -> Several:
+    def start_several(*args: str, **options) -> Several:
         folder = tmp_path / f"output {len(begun)}"
-        begun.append(Several(folder, *args, number=number, each=each, own=own))
+        begun.append(Several(folder, *args, **options))
         return begun[-1]
 
     yield start_several
@@ -183,12 +200,14 @@ def test_two_processes_equal_one_through_a_signal_and_on_another_mesh(text_glob,
         "--config.lm.training.log_every=1",
         # A cosine depends on the last step, which differs between the runs.
         "--config.lm.optimizer.schedule=constant",
-        "--config.lm.training.eval_every=15",
+        # Never, as every process would compile it anew; the evaluation below compares these scores.
+        "--config.lm.training.eval_every=1000",
     )
     # The runtime takes up to a second to pass on a signal, so that the stage has to last longer.
     long = (*common, "--config.lm.training.num_steps=150")
     two = tmp_path / "two"
-    both = several("-m", "calm_jax.main", recipe, f"--workdir={two}", "--config.mesh.fsdp=2", *long)
+    on_both = ("calm_jax.main", recipe, f"--workdir={two}", "--config.mesh.fsdp=2", *long)
+    both = several(*on_both, fresh=True)
     both.wait_for("lm: step 4/")
     both.processes[1].send_signal(signal.SIGTERM)
     assert both.statuses() == [75, 75], both.text(0)
@@ -205,7 +224,7 @@ def test_two_processes_equal_one_through_a_signal_and_on_another_mesh(text_glob,
     assert {("lm", "train", step) for step in range(1, 151)} <= ours.keys()
     early = [place for place in theirs if place[2] <= 20]
     assert early == [place for place in ours if place[2] <= 20]
-    assert {("autoencoder", "train", 1), ("lm", "validation_part", 15)} <= set(early)
+    assert {("autoencoder", "train", 1), ("autoencoder", "validation_part", 6)} <= set(early)
     assert len(early) > 30
     for place in early:
         for name in ("loss", "gradient_norm", "tokens_per_step"):
@@ -214,7 +233,7 @@ def test_two_processes_equal_one_through_a_signal_and_on_another_mesh(text_glob,
                 expected = pytest.approx(theirs[place][name], rel=rel)
                 assert ours[place][name] == expected, (place, name)
 
-    scored = several("-m", "calm_jax.main", "--mode=eval", f"--config=configs/workdir.py:{two}")
+    scored = several("calm_jax.main", "--mode=eval", f"--config=configs/workdir.py:{two}")
     assert scored.statuses() == [0, 0], scored.text(0) + scored.text(1)
     (record,) = map(json.loads, (two / "evaluations.jsonl").read_text().splitlines())
     for name in ("loss", "brierlm"):
@@ -222,7 +241,7 @@ def test_two_processes_equal_one_through_a_signal_and_on_another_mesh(text_glob,
         assert record["lm"][name] == pytest.approx(expected, rel=1e-5), name
 
     asked = (f"--workdir={two}", "--prompt=def ", "--prompt=class x", "--max_tokens=12")
-    written = several("-m", "calm_jax.generate", *asked, f"--output={tmp_path / 'two.jsonl'}")
+    written = several("calm_jax.generate", *asked, f"--output={tmp_path / 'two.jsonl'}")
     assert written.statuses() == [0, 0], written.text(0) + written.text(1)
     run("calm_jax.generate", *asked, f"--output={tmp_path / 'one.jsonl'}")
     texts = [
@@ -236,7 +255,7 @@ def autoencoder(text_glob: str, workdir: pathlib.Path, *more: str) -> tuple[str,
     """A command that trains the autoencoder only."""
     recipe = f"--config=tests/tiny_recipe.py:{text_glob}"
     stage = "--config.stage=autoencoder"
-    return "-m", "calm_jax.main", recipe, f"--workdir={workdir}", stage, *more
+    return "calm_jax.main", recipe, f"--workdir={workdir}", stage, *more
 
 
 @pytest.mark.slow
@@ -253,7 +272,7 @@ def test_a_signal_stops_all_processes_also_after_a_resume(text_glob, tmp_path, s
     )
     saved = [0]
     for number, index in ((2, 1), (2, 0), (1, 0)):
-        some = several(*command, number=number)
+        some = several(*command, number=number, fresh=True)
         some.wait_for(f"autoencoder: step {saved[-1] + 8}/")
         some.processes[index].send_signal(signal.SIGINT if index == number - 1 else signal.SIGTERM)
         assert some.statuses() == [75] * number, some.text(0)
@@ -278,8 +297,8 @@ def test_processes_with_different_configs_or_texts_are_refused(text_glob, tmp_pa
             text = f"text {name} {index * (name == 'c')} " * 200
             (tmp_path / str(index) / f"{name}.txt").write_text(text)
     recipe = f"--config={ROOT}/tests/tiny_recipe.py:*.txt"
-    each = own_folder(tmp_path)
-    both = several("-m", "calm_jax.main", recipe, f"--workdir={tmp_path / 'run'}", each=each)
+    workdir = f"--workdir={tmp_path / 'run'}"
+    both = several("calm_jax.main", recipe, workdir, cwd=lambda index: tmp_path / str(index))
     assert both.statuses() == [2, 2]
     (message,) = both.errors()
     assert re.match(r"error: process 1 has (train|validation) text=.*, process 0 has ", message)
@@ -292,13 +311,13 @@ def test_when_a_process_is_killed_the_other_ends_and_its_checkpoint_restores(
 ):
     workdir = tmp_path / "run"
     both = several(
-        "-m",
         "calm_jax.main",
         f"--config=tests/tiny_recipe.py:{text_glob}",
         f"--workdir={workdir}",
         "--config.autoencoder.training.num_steps=100000",
         # Never, as every process would compile it anew.
         "--config.autoencoder.training.eval_every=100000",
+        fresh=True,
     )
     # The save of step 10 has waited for that of step 5.
     both.wait_for("autoencoder: step 12/")
@@ -334,7 +353,7 @@ def test_a_mesh_or_batch_that_does_not_divide_is_one_error(
     text_glob, tmp_path, several, flag, words
 ):
     recipe = f"--config=tests/tiny_recipe.py:{text_glob}"
-    both = several("-m", "calm_jax.main", recipe, f"--workdir={tmp_path / 'run'}", flag)
+    both = several("calm_jax.main", recipe, f"--workdir={tmp_path / 'run'}", flag)
     assert both.statuses() == [2, 2]
     (message,) = both.errors()
     assert message.startswith(words) and not (tmp_path / "run").exists()
@@ -343,43 +362,40 @@ def test_a_mesh_or_batch_that_does_not_divide_is_one_error(
 @pytest.mark.slow
 def test_processes_with_different_memory_try_the_same_microbatches(text_glob, tmp_path, several):
     """Process 0 has too little for any, process 1 enough for all: both compile the same steps, and refuse."""
-    command = (
+    program = (
         "import runpy, sys, calm_jax.planning.fitting as f; "
         "f.memory_here = lambda: 1e9 if '--process_id=1' in sys.argv else 3e5; "
         "runpy.run_module('calm_jax.main', run_name='__main__', alter_sys=True)"
     )
-    _, _, *flags = autoencoder(
+    _, *flags = autoencoder(
         text_glob,
         tmp_path / "run",
-        "--config.autoencoder.training.batch_size=16",
+        # Microbatches of four rows, or of two, which are one for each process.
+        "--config.autoencoder.training.batch_size=4",
         "--config.autoencoder.training.accumulation_steps=0",
     )
-    both = several("-c", command, *flags)
+    both = several(*flags, program=program)
     assert both.statuses() == [2, 2], both.text(0) + both.text(1)
     (message,) = both.errors()
     assert message.startswith("error: autoencoder: a training step does not fit into memory: ")
 
 
-def own_folder(folder: pathlib.Path):
-    """Popen's options that give each process its own working directory, as on machines without a shared file system."""
-
-    def each(index: int) -> dict:
-        place = folder / str(index)
-        place.mkdir(exist_ok=True)
-        return {"cwd": place, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
-
-    return each
+def own_folders(folder: pathlib.Path):
+    """Gives each process its own working folder, as on machines without a shared file system."""
+    for index in range(2):
+        (folder / str(index)).mkdir(exist_ok=True)
+    return lambda index: folder / str(index)
 
 
 @pytest.mark.slow
 def test_a_workdir_that_not_all_processes_see_is_refused(text_glob, tmp_path, several):
     # The command with a shorter wait for the file system.
-    command = (
+    program = (
         "import runpy, calm_jax.parallel.multihost as p; p.SHARED_SECONDS = 1; "
         "runpy.run_module('calm_jax.main', run_name='__main__', alter_sys=True)"
     )
     recipe = f"--config={ROOT}/tests/tiny_recipe.py:{text_glob}"
-    both = several("-c", command, recipe, "--workdir=run", each=own_folder(tmp_path))
+    both = several(recipe, "--workdir=run", program=program, cwd=own_folders(tmp_path))
     assert both.statuses() == [2, 2]
     (message,) = both.errors()
     assert message.startswith("error: process 1: ") and str(tmp_path / "1" / "run") in message
@@ -389,13 +405,11 @@ def test_a_workdir_that_not_all_processes_see_is_refused(text_glob, tmp_path, se
 
 @pytest.mark.slow
 def test_text_that_one_process_cannot_read_ends_all_processes(text_glob, tmp_path, several):
-    (tmp_path / "0").mkdir()
+    cwd = own_folders(tmp_path)
     for name in "abcdef":
         (tmp_path / "0" / f"{name}.txt").write_text(f"text {name} " * 200)
     recipe = f"--config={ROOT}/tests/tiny_recipe.py:*.txt"
-    both = several(
-        "-m", "calm_jax.main", recipe, f"--workdir={tmp_path / 'run'}", each=own_folder(tmp_path)
-    )
+    both = several("calm_jax.main", recipe, f"--workdir={tmp_path / 'run'}", cwd=cwd)
     assert both.statuses() == [2, 2]
     (message,) = both.errors()
     assert message.startswith("error: process 1: ") and "*.txt" in message
@@ -406,17 +420,18 @@ def test_text_that_one_process_cannot_read_ends_all_processes(text_glob, tmp_pat
 def test_a_process_that_no_other_joins_ends_within_the_limit(text_glob, tmp_path):
     """JAX's runtime ends it, after our line with the address."""
     port = free_port()
-    process = start(
-        "calm_jax.main",
-        f"--config=tests/tiny_recipe.py:{text_glob}",
-        f"--workdir={tmp_path / 'run'}",
-        f"--coordinator=localhost:{port}",
-        "--num_processes=2",
-        "--process_id=0",
-        "--connect_seconds=3",
+    status, _, err = forked.run(
+        (
+            "calm_jax.main",
+            f"--config=tests/tiny_recipe.py:{text_glob}",
+            f"--workdir={tmp_path / 'run'}",
+            f"--coordinator=localhost:{port}",
+            "--num_processes=2",
+            "--process_id=0",
+            "--connect_seconds=3",
+        )
     )
-    _, err = process.communicate(timeout=KILLED_AFTER)
-    assert process.returncode not in (0, 75)
+    assert status not in (0, 75)
     waiting = "waiting at most 3 s for all processes to connect"
     assert err.startswith(f"process 0 of 2 at localhost:{port}: {waiting}\n")
     assert not (tmp_path / "run").exists()
