@@ -99,6 +99,8 @@ def make_step(
 
     assert config.accumulation_steps, "chosen by calm_jax.planning.fitting"
 
+    # Jitted, so that the loop over microbatches and the shapes of its sums need one trace.
+    @functools.partial(jax.jit, inline=True)
     def gradient_sums(params: Params, frozen: Params, step: Array, batch: Batch, key_B: Array):
         def loss_sum(params: Params) -> tuple[Array, Metrics]:
             metrics = task.loss(params, frozen, batch, key_B, step)
