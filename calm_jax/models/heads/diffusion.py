@@ -271,6 +271,12 @@ class DiffusionHead(nn.Module):
             noise_PNZ = jnp.where(step > 0, jnp.exp(0.5 * to.log_variance) * noise_of(step), 0)
             return to.mean + noise_PNZ, None
 
-        scan = nn.scan(step_back, variable_broadcast="params", split_rngs={"params": False})
+        scan = nn.scan(
+            step_back,
+            variable_broadcast="params",
+            split_rngs={"params": False},
+            # The check traces the step once more, and it is what draws the parameters, which all steps share.
+            check_constancy_invariants=self.is_initializing(),
+        )
         state_PNZ, _ = scan(self, state_PNZ, jnp.arange(self.config.num_steps)[::-1])
         return state_PNZ

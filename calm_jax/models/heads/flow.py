@@ -106,7 +106,13 @@ class FlowHead(nn.Module):
                 velocity_PNZ = head.net(state_PNZ + length / 2 * velocity_PNZ, middle, h_PD)
             return state_PNZ + length * velocity_PNZ, None
 
-        scan = nn.scan(forward, variable_broadcast="params", split_rngs={"params": False})
+        scan = nn.scan(
+            forward,
+            variable_broadcast="params",
+            split_rngs={"params": False},
+            # The check traces the step once more, and it is what draws the parameters, which all steps share.
+            check_constancy_invariants=self.is_initializing(),
+        )
         state_PNZ, _ = scan(self, state_PNZ, integer_times(self.config.num_steps))
         return state_PNZ
 
