@@ -717,14 +717,13 @@ def _reference(name: str, job: Job, jobs: dict[str, Job], root: pathlib.Path) ->
     (root / "reference").mkdir(exist_ok=True)
     output, log = root / "reference" / name, root / "reference" / "log.txt"
     for _ in range(2):
-        kept = _kept_programs()
         if output.is_dir():
             shutil.rmtree(output)
         if job.source:
             _reference(job.source, jobs[job.source], jobs, root)
             shutil.copytree(root / "reference" / job.source, output)
         log.unlink(missing_ok=True)
-        began = os.times()
+        kept, began = _kept_programs(), os.times()
         try:
             status = _end(_start(job.arguments(output), log))
         except subprocess.TimeoutExpired as error:

@@ -17,5 +17,7 @@ def run_program(
 ) -> subprocess.CompletedProcess:
     """Runs Python text on so many devices; it must end with status 0. `environment`: further variables."""
     given = os.environ | {"XLA_FLAGS": on(number)} | environment
-    rarely = "from tests.forked import collect_garbage_rarely\ncollect_garbage_rarely()\n"
+    rarely = (
+        "import jax\nfrom tests.forked import collect_garbage_rarely\ncollect_garbage_rarely()\n"
+    )
     return workdirs.run_program(rarely + program, *arguments, env=given)

@@ -50,7 +50,8 @@ def scanned(
         length=length,
         # Drawing the parameters of each layer in a program of its own would only take longer to compile.
         unroll=1 if is_new else unroll,
-        # The check traces the layer once more. Without it a seed's first parameters would be others.
+        # The check traces each layer a second time. It stays where parameters are drawn, as it advances their random numbers:
+        # without it a seed would give other first parameters.
         check_constancy_invariants=is_new,
     )
 

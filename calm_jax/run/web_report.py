@@ -145,6 +145,7 @@ def _evaluations(run: RunFiles) -> str:
     rows = [
         (
             str(number),
+            _time(record),
             *(
                 report.brier_columns(found[name])[0] if name in found else ""
                 for name in ("lm", "floor", "equal_context", "equal_context_floor")
@@ -153,8 +154,15 @@ def _evaluations(run: RunFiles) -> str:
         )
         for number, (found, record) in enumerate(run.evaluations, 1)
     ]
-    head = ("", "BrierLM", "floor", "at equal context", "its floor", "samples per position")
+    scores = ("BrierLM", "floor", "at equal context", "its floor")
+    head = ("", "time", *scores, "samples per position")
     return table(rows, head) if rows else ""
+
+
+def _time(record: dict) -> str:
+    """When an evaluation ended; nothing for a record of an earlier commit, which does not say so."""
+    time = record.get("time")
+    return time if isinstance(time, str) else ""
 
 
 def _num_samples(record: dict) -> str:

@@ -109,7 +109,7 @@ class Several:
     """A command in `number` processes, whose output goes to files: `python -m ARGS`, or `python -c PROGRAM ARGS` of a `program`.
 
     cwd: the working folder of the process of an index. own: flags for the process of an index. fresh: processes of their own, for
-      tests that send signals; others are forked where the package is imported already.
+      tests that send signals or wait for a line; others are forked where the package is imported already.
     """
 
     def __init__(
@@ -383,7 +383,10 @@ def test_processes_with_different_memory_try_the_same_microbatches(text_glob, tm
 
 
 def own_folders(folder: pathlib.Path):
-    """Gives each process its own working folder, as on machines without a shared file system."""
+    """Makes a working folder for each of two processes, as on machines without a shared file system.
+
+    Returns the function from a process's index to its folder.
+    """
     for index in range(2):
         (folder / str(index)).mkdir(exist_ok=True)
     return lambda index: folder / str(index)
@@ -431,7 +434,8 @@ def test_a_process_that_no_other_joins_ends_within_the_limit(text_glob, tmp_path
             "--num_processes=2",
             "--process_id=0",
             "--connect_seconds=3",
-        )
+        ),
+        timeout=KILLED_AFTER,
     )
     assert status not in (0, 75)
     waiting = "waiting at most 3 s for all processes to connect"

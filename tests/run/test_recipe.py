@@ -85,7 +85,7 @@ def signalled(command: list[str], sent: signal.Signals, line: str, errors: pathl
     for printed in process.stdout:
         if printed.startswith(line):
             break
-    time.sleep(np.random.default_rng(1).uniform(0, 0.05))
+    time.sleep(0.03)
     process.send_signal(sent)
     process.communicate()
     return process.returncode
@@ -102,7 +102,7 @@ def test_a_run_that_signals_end_resumes_to_the_same_bits(finished, text_glob, tm
     )
     assert (workdir / "autoencoder" / message[1]).is_dir()
     assert signalled(command, signal.SIGKILL, "lm: step 8/", errors) == -signal.SIGKILL
-    run(*command)
+    assert re.search(r"lm: resumed at step [468]\n", run(*command))
     assert_same_bits(workdir, finished[0])
     assert metrics(workdir) == metrics(finished[0])
 
@@ -425,8 +425,8 @@ def test_a_full_disk_leaves_the_last_complete_checkpoint(finished, text_glob, tm
     workdir = tmp_path / "run"
     options = ("--config.stage=autoencoder", "--config.autoencoder.training.num_steps=6")
     train(text_glob, workdir, *options)
-    # The limit would cut the files of the compilation cache, too, and JAX reads a cut file with an "error: ..." each time. So that
-    # none is written, programs would have to take longer to compile than this.
+    # The limit would cut the files of the compilation cache, too, and JAX reads a cut file with an "error: ..." each time. None is
+    # written: a program would have to take this many seconds to compile. Those that are there are read.
     environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
     process = start(
         "calm_jax.main",

@@ -186,6 +186,17 @@ def test_rows_with_prompts_of_different_lengths_continue_as_defined():
     assert len(set(lengths)) > 3 and not state.ended.all()
 
 
+def test_the_next_chunk_is_traced_once():
+    calls = []
+
+    def counting(*arguments):
+        calls.append(1)
+        return toy_next(*arguments)
+
+    toy_generate(*ragged_prompts(), next_chunk=counting)
+    assert len(calls) == 1
+
+
 def test_rows_continue_together_as_each_does_alone():
     prompt_BLK, length_B = ragged_prompts()
     _, together = toy_generate(prompt_BLK, length_B)

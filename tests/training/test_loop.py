@@ -129,7 +129,7 @@ for name in ON_MESHES:
     losses[name], initial = [], None
     for number, sizes in enumerate(MESHES):
         states, metrics = run_steps(name, 12, sizes, initial)
-        # The first mesh with all three axes makes a state of its own, which those after it take over.
+        # One device and the mesh with all three axes each draw an initial state; the other meshes begin with a copy of the latter's.
         initial = states[0] if number else None
         np.savez(f"{sys.argv[1]}/{name} {number}.npz", **first_moments(states[1]))
         losses[name].append([values["loss"] for values in metrics])
@@ -208,6 +208,25 @@ def fragile_run(bad_steps: set[int], steps: int, max_nonfinite_steps: int, overf
     for number in range(1, steps + 1):
         states.append(step(states[-1], {}, bad if number in bad_steps else good))
     return states
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 4])
+def test_the_loss_is_traced_once_for_a_new_state_and_once_for_its_step(accumulation_steps):
+    calls = []
+
+    class Counting(Fragile):
+        def loss(self, *arguments):
+            calls.append(1)
+            return super().loss(*arguments)
+
+    config = tiny_config()
+    settings = dataclasses.replace(config.lm.training, accumulation_steps=accumulation_steps)
+    task, optimizer = Counting(), make_optimizer(config.lm.optimizer, 100)
+    batch = make_batch(4)
+    state = init_state(task, optimizer, {}, batch, KEY, make_mesh(config.mesh))
+    assert len(calls) == 1
+    jax.jit(make_step(task, optimizer, settings, KEY, BYTES.pad_id)).lower(state, {}, batch)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("overflows", [False, True], ids=["nan", "overflow in bfloat16"])
