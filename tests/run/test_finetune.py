@@ -269,9 +269,11 @@ def test_fine_tuning_starts_from_the_given_parameters(trained, record_file, text
     run("calm_jax.main", f"--config=configs/workdir.py:{first}")
     jax.tree.map(np.testing.assert_array_equal, params_of(first, "lm"), sources["lm"])
 
-    # With more steps it goes on.
+    # With the source, the same command goes on, with more steps.
+    shutil.copytree(trained, given)
     more = ["--config.lm.training.num_steps=6", "--config.lm.optimizer.learning_rate=0.01"]
-    finetune(trained, first, record_file, *more)
+    out = finetune(given, first, record_file, *more)
+    assert "lm: resumed at step 1" in out
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), params_of(first, "lm"), sources["lm"])
     assert all(jax.tree.leaves(changed["backbone"]))
     scored = run("calm_jax.main", "--mode=eval", f"--config=configs/workdir.py:{first}")
