@@ -243,7 +243,9 @@ def state_shapes(
     """
     params = jax.eval_shape(task.init, key)
     key_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), len(batch["tokens"])))
-    metrics = jax.eval_shape(task.loss, params, frozen, batch, key_B, jnp.int32(0))
+    # Shapes alone, as nothing can be computed where the devices are those of a plan.
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    metrics = jax.eval_shape(task.loss, params, frozen, batch, key_B, step)
     names = [*metrics, "gradient_norm", "tokens_per_step"]
     return jax.eval_shape(functools.partial(_fresh_state, optimizer, names), params)
 
