@@ -763,14 +763,14 @@ def _show(records: list[dict]) -> None:
 
 def _write_text(root: pathlib.Path) -> None:
     """Writes text/, little text to train on, and for `prepare` records/, text that takes it seconds, with copies."""
-    for name in ("text", "records"):
-        (root / name).mkdir(parents=True, exist_ok=True)
+    (root / "text").mkdir(parents=True, exist_ok=True)
     chance = random.Random(_SEED.value)
     for number in range(12):
         words = " ".join(chance.choices(WORDS, k=400 + 50 * number))
         write_atomically(root / "text" / f"{number}.txt", words)
     if "prepare" not in _JOBS.value:
         return
+    (root / "records").mkdir(exist_ok=True)
     texts = [" ".join(chance.choices(WORDS, k=60)) for _ in range(60_000)]
     for number in range(4):
         lines = (json.dumps({"text": text}) + "\n" for text in chance.choices(texts, k=24_000))

@@ -293,14 +293,14 @@ def test_processes_with_different_configs_or_texts_are_refused(text_glob, tmp_pa
     (message,) = both.errors()
     assert message.startswith(f"error: process 1 has {key}=1.5, process 0 has 0.5: start all")
 
+    cwd = own_folders(tmp_path)
     for index in range(2):
-        (tmp_path / str(index)).mkdir()
         for name in "abcdef":
             text = f"text {name} {index * (name == 'c')} " * 200
             (tmp_path / str(index) / f"{name}.txt").write_text(text)
     recipe = f"--config={ROOT}/tests/tiny_recipe.py:*.txt"
     workdir = f"--workdir={tmp_path / 'run'}"
-    both = several("calm_jax.main", recipe, workdir, cwd=lambda index: tmp_path / str(index))
+    both = several("calm_jax.main", recipe, workdir, cwd=cwd)
     assert both.statuses() == [2, 2]
     (message,) = both.errors()
     assert re.match(r"error: process 1 has (train|validation) text=.*, process 0 has ", message)

@@ -5,6 +5,7 @@ P positions, N draws or targets of each, D width, Z latent size.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -130,3 +131,21 @@ class AdaLNMLP(nn.Module):
             normed_PND = layer_norm(self.norm_epsilon, dtype, "norm", affine=False)(x_PND)
             output = linear_in_float32(self.output_size, dtype, "output", kernel_init=zeros)
             return output(_modulate(normed_PND, shift, scale))
+
+
+def over_steps(
+    head: nn.Module,
+    step: Callable[[Any, Array, Array], tuple[Array, None]],
+    state_PNZ: Array,
+    steps: Array,
+) -> Array:
+    """The state after a sampler's steps, [P, N, Z]: `step(head, state, one) -> (state, None)` for each of `steps`, [steps, ...]."""
+    scan = nn.scan(
+        step,
+        variable_broadcast="params",
+        split_rngs={"params": False},
+        # The check traces the step once more, and it is what draws the parameters, which all steps share.
+        check_constancy_invariants=head.is_initializing(),
+    )
+    state_PNZ, _ = scan(head, state_PNZ, steps)
+    return state_PNZ

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError, require_at_least
 from calm_jax.losses import Target
-from calm_jax.models.heads.adaln import AdaLNMLP, training_draws
+from calm_jax.models.heads.adaln import AdaLNMLP, over_steps, training_draws
 from calm_jax.models.stack import Stacks
 
 NUM_TRAINING_STEPS = 1000
@@ -271,12 +271,4 @@ class DiffusionHead(nn.Module):
             noise_PNZ = jnp.where(step > 0, jnp.exp(0.5 * to.log_variance) * noise_of(step), 0)
             return to.mean + noise_PNZ, None
 
-        scan = nn.scan(
-            step_back,
-            variable_broadcast="params",
-            split_rngs={"params": False},
-            # The check traces the step once more, and it is what draws the parameters, which all steps share.
-            check_constancy_invariants=self.is_initializing(),
-        )
-        state_PNZ, _ = scan(self, state_PNZ, jnp.arange(self.config.num_steps)[::-1])
-        return state_PNZ
+        return over_steps(self, step_back, state_PNZ, jnp.arange(self.config.num_steps)[::-1])

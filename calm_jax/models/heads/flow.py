@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError, require_at_least, require_one_of
 from calm_jax.losses import Target
-from calm_jax.models.heads.adaln import AdaLNMLP, training_draws
+from calm_jax.models.heads.adaln import AdaLNMLP, over_steps, training_draws
 from calm_jax.models.stack import Stacks
 
 SOLVERS = ("midpoint", "euler")
@@ -106,15 +106,7 @@ class FlowHead(nn.Module):
                 velocity_PNZ = head.net(state_PNZ + length / 2 * velocity_PNZ, middle, h_PD)
             return state_PNZ + length * velocity_PNZ, None
 
-        scan = nn.scan(
-            forward,
-            variable_broadcast="params",
-            split_rngs={"params": False},
-            # The check traces the step once more, and it is what draws the parameters, which all steps share.
-            check_constancy_invariants=self.is_initializing(),
-        )
-        state_PNZ, _ = scan(self, state_PNZ, integer_times(self.config.num_steps))
-        return state_PNZ
+        return over_steps(self, forward, state_PNZ, integer_times(self.config.num_steps))
 
 
 def integer_times(num_steps: int) -> Array:
