@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from calm_jax.cli.files import local_path
+from calm_jax.cli.files import local_path, os_errors
 from calm_jax.config import as_dict, resolve
 from calm_jax.errors import UserError
 from calm_jax.interop.pretrained import is_published, load_pretrained
@@ -28,7 +28,9 @@ def load(source: str | os.PathLike[str], tokenizer: str = "", revision: str = ""
       UserError: if there is no such model, or one of its files is damaged.
     """
     path = local_path(os.fspath(source), "source")
-    if not path.is_dir() or is_published(path):
+    with os_errors("source", "read"):
+        is_workdir = path.is_dir() and not is_published(path)
+    if not is_workdir:
         return load_pretrained(os.fspath(source), tokenizer, revision)
     if tokenizer or revision:
         raise UserError(

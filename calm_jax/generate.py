@@ -32,6 +32,7 @@ from calm_jax.parallel.host_memory import keep_freed_memory
 from calm_jax.parallel.startup import multihost_command
 
 if TYPE_CHECKING:
+    from calm_jax.config import Config
     from calm_jax.run.continuation import Continuation, Prompt
     from calm_jax.run.generator import Generator
     from calm_jax.sampling.config import SampleConfig
@@ -113,7 +114,7 @@ def _prompts() -> list[Prompt]:
         if pathlib.Path(_PROMPTS_FILE.value).suffix == ".jsonl":
             prompts += [_prompt_of(line, number) for number, line in enumerate(lines, 1)]
         else:
-            prompts += lines
+            prompts += [line.removesuffix("\r") for line in lines]
     if not prompts:
         raise UserError("give a --prompt=TEXT (an empty one starts a document) or a --prompts_file")
     return prompts
@@ -133,19 +134,25 @@ def _prompt_of(line: str, number: int) -> Prompt:
     return prompt
 
 
-def _options(generator: Generator) -> SampleConfig:
+def _options(config: Config) -> SampleConfig:
+    """The `sample` section of the model's config with the given flags. Raises `UserError` for a flag that does not fit it."""
     from calm_jax.sampling.config import CALM_ONLY
+    from calm_jax.sampling.samplers import check_sampler
 
     given: dict[str, Any] = {flag.name: flag.value for flag in _OPTIONS if flag.value is not None}
     if "stop" in given:
         given["stop"] = tuple(given["stop"])
     useless = [name for name in given if name in CALM_ONLY]
-    if useless and not generator.has_autoencoder:
+    if useless and not config.has_autoencoder:
         raise UserError(
             f"--{useless[0]}={given[useless[0]]} has no meaning for lm.head.name='softmax', which samples tokens from "
             "their probabilities: leave it out"
         )
-    return dataclasses.replace(generator.options, **given)
+    options = dataclasses.replace(config.sample, **given)
+    check_sampler("--sampler", options.sampler)
+    if config.has_autoencoder:
+        options.check_latent_head()
+    return options
 
 
 def _as_text(prompt: Prompt, generator: Generator) -> str:
@@ -199,6 +206,7 @@ def main(argv: list[str]) -> None:
     # Imported here, so that --help and bad flags do not wait for JAX.
     from calm_jax.parallel import multihost
     from calm_jax.run.generator import Generator
+    from calm_jax.run.workdir import Workdir
 
     workdir = given_folder(_WORKDIR, "the folder of a trained model")
     if not 0 <= _SEED.value < 2**32:
@@ -217,8 +225,9 @@ def main(argv: list[str]) -> None:
         else contextlib.nullcontext()
     )
     with multihost.entered_once(owner):
+        # Wrong flags are refused before the parameters are read.
+        options = _options(Workdir(workdir).config)
         generator = Generator.load(workdir)
-        options = _options(generator)
         if _OUTPUT.value:
             _write(generator, prompts, options, output)
         else:

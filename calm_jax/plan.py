@@ -4,7 +4,7 @@ python -m calm_jax.plan --config=configs/calm_xl.py --topology=v5e:16x16 --confi
 python -m calm_jax.plan --config=configs/calm_m.py --fit=v5e --price_per_hour=1.2
 python -m calm_jax.plan --config=configs/calm_m.py --topology=h100:1 --stage=generate
 
-Needs pip install -e '.[plan]' for TPUs (v4, v5e, v5p, v6e) and '.[plan-cuda]' for NVIDIA (h100). No accelerator is used.
+Needs pip install 'calm_jax[plan]' for TPUs (v4, v5e, v5p, v6e) and 'calm_jax[plan-cuda]' for NVIDIA (h100). No accelerator is used.
 The exit status is 1 if it does not fit.
 """
 
@@ -42,7 +42,7 @@ _PRICE = flags.DEFINE_float(
 # An assumption, not a measurement: well-tuned training of dense transformers reaches 0.4 to 0.6 of the peak, as published for
 # TPUs and GPUs.
 _EFFICIENCY = flags.DEFINE_float(
-    "efficiency", 0.5, "share of the hardware's peak rates that training reaches", 0.01, 1
+    "efficiency", 0.5, "share of the hardware's peak rates that training reaches"
 )
 _OUTPUT = flags.DEFINE_string("output", "", "file to write the plan to, as JSON")
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace the file of --output if it exists")
@@ -77,6 +77,11 @@ def _plan(recipe: ConfigDict, output: pathlib.Path) -> int:
     if stage in others:
         if _FIT.value:
             raise UserError(f"--stage={stage} needs --topology=h100:1 or another one, not --fit")
+        for flag in (_PRICE, _EFFICIENCY):
+            if flag.value != flag.default:
+                raise UserError(
+                    f"--{flag.name}={flag.value:g} has no meaning with --stage={stage}: leave it out"
+                )
         return others[stage](config, topology.parse(_TOPOLOGY.value), output)
     tries: list[planner.Try] = []
     if _FIT.value:

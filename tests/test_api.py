@@ -18,6 +18,8 @@ from tests.workdirs import ROOT, run_program
 def test_unknown_models_and_keys_are_refused_in_one_line(tmp_path):
     with pytest.raises(UserError, match="neither a folder nor the name of a repository"):
         calm_jax.load(tmp_path / "no")
+    with pytest.raises(UserError, match="source cannot be read: File name too long"):
+        calm_jax.load("x" * 300)
     with pytest.raises(UserError, match=re.escape(str(tmp_path))):
         calm_jax.load(tmp_path)
     workdir = random_workdir(tmp_path / "ours", "head=energy")

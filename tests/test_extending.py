@@ -11,7 +11,9 @@ import pytest
 from calm_jax import Generator
 from calm_jax.config import as_dict, resolve
 from calm_jax.cost import flops
+from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
+from calm_jax.interop import published
 from calm_jax.losses import energy_score
 from calm_jax.models.heads import LATENT_HEADS
 from calm_jax.parallel.mesh import make_mesh
@@ -102,6 +104,11 @@ def test_an_added_head_trains_and_an_added_sampler_generates(extended, tmp_path)
 
 def test_the_cost_of_an_added_head_is_unknown_and_not_wrong(extended):
     assert math.isnan(flops.training(resolve(extended), "lm", 259))
+
+
+def test_an_added_head_cannot_be_exported(extended):
+    with pytest.raises(UserError, match=r"lm\.head\.name='gaussian' is none of energy"):
+        published.lm_values(resolve(extended), ByteTokenizer(b""), "x")
 
 
 def test_without_their_entries_both_are_refused(extended, monkeypatch):

@@ -26,7 +26,7 @@ LOCK = "lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
-# What `_sign` writes, for a process, a host and a time that `_is_ours` replaces by these.
+# A signature of `_sign` after `_is_ours` has replaced the process, the host and every digit.
 _SIGNATURE = b"process 0 on host since 0000-00-00 00:00:00 UTC"
 # More bytes than a signature has, and the most zeros in its place.
 _MOST_BYTES = 500

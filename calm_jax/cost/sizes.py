@@ -5,6 +5,7 @@ vocabulary's size alone.
 """
 
 import functools
+from collections.abc import Mapping
 
 import flax.traverse_util
 import jax
@@ -15,7 +16,7 @@ from calm_jax.data.tokenizers import Vocabulary
 from calm_jax.tasks import Task
 
 # Number of parameters by part of a model.
-Parameters = dict[str, int]
+Parameters = Mapping[str, int]
 
 _BYTES_OF_FLOAT32 = 4
 _BYTES = {"bfloat16": 2, "float32": 4}
@@ -56,29 +57,21 @@ def _vocabulary(vocab_size: int) -> Vocabulary:
 
 
 @functools.lru_cache
-def _language_model(config: Config, vocab_size: int) -> Parameters:
-    task = make_lm_task(config, _vocabulary(vocab_size), config.eval.published)
-    return _count(task, _CALM_PARTS if config.has_autoencoder else _AUTOREGRESSIVE_PARTS)
-
-
-@functools.lru_cache
-def _autoencoder(config: Config, vocab_size: int) -> Parameters:
-    task = make_autoencoder_task(config, _vocabulary(vocab_size))
-    return _count(task, _AUTOENCODER_PARTS)
-
-
 def language_model(config: Config, vocab_size: int) -> Parameters:
     """The parameters that stage 2 trains.
 
     Parts of CALM: token embeddings, backbone, chunk embedding, head, token predictor. Parts of the autoregressive baseline:
     token embeddings, backbone, vocabulary (the softmax head).
     """
-    return dict(_language_model(config, vocab_size))
+    task = make_lm_task(config, _vocabulary(vocab_size), config.eval.published)
+    return _count(task, _CALM_PARTS if config.has_autoencoder else _AUTOREGRESSIVE_PARTS)
 
 
+@functools.lru_cache
 def autoencoder(config: Config, vocab_size: int) -> Parameters:
     """The parameters that stage 1 trains: token embeddings (which also are the weights of the logits), encoder, decoder."""
-    return dict(_autoencoder(config, vocab_size))
+    task = make_autoencoder_task(config, _vocabulary(vocab_size))
+    return _count(task, _AUTOENCODER_PARTS)
 
 
 def trained(config: Config, stage: str, vocab_size: int) -> Parameters:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from absl import logging
 
-from calm_jax.data.documents import Distinct, Document, Reading, read_documents
+from calm_jax.data.documents import Distinct, Document, Reading, pieces, read_documents
 from calm_jax.data.files import find_files, format_of
 from calm_jax.data.shards import PreparedText, is_prepared
 from calm_jax.errors import UserError, require_at_least
@@ -84,7 +84,7 @@ class DataConfig:
 
 
 def _entries(files: str) -> list[str]:
-    return [entry.strip() for entry in files.split(",")] if files else []
+    return [stripped for entry in files.split(",") if (stripped := entry.strip())]
 
 
 def _is_folder(entry: str) -> bool:
@@ -212,7 +212,7 @@ class _Reader:
                     f"{key}: {STANDARD_LIBRARY} has no field {reading.prompt_field!r} (data.prompt_field): beside records "
                     "data.train_files needs a weight for each entry (data.mixture)"
                 )
-            found = iter(standard_library_documents())
+            found = self._standard_library()
         if globs:
             files = find_files(globs, key)
             if is_mixture and all(format_of(file) == ".txt" for file in files):
@@ -221,6 +221,14 @@ class _Reader:
         if self._config.deduplicate:
             found = filter(self._is_new, found)
         return self._not_empty(list(found), ",".join(entries), key)
+
+    def _standard_library(self) -> Iterator[Document]:
+        least = self._config.min_characters
+        for document in standard_library_documents():
+            if len(document.text) < least:
+                self.skipped[f"under {least} characters"] += 1
+            else:
+                yield from pieces(document, self._config.max_words)
 
     def validation(self, globs: str, key: str) -> list[Document]:
         """Documents to score on: short and repeated ones are kept, and long ones are not cut into pieces."""
@@ -333,7 +341,8 @@ def load_corpus(
     if with_autoencoder:
         reader.open_folders(config.autoencoder_files, "data.autoencoder_files")
     if config.validation_files:
-        _warn_of_overlap(config)
+        read = {"train_files": with_train, "autoencoder_files": with_autoencoder}
+        _warn_of_overlap(config, [key for key, is_read in read.items() if is_read])
     elif config.names_folders or (with_autoencoder and config.autoencoder_files):
         raise UserError(
             "data.validation_files is empty: nothing is held out of prepared text, nor of data.train_files beside "
@@ -343,10 +352,9 @@ def load_corpus(
         autoencoder_sources = reader.sources(
             config.autoencoder_files, "data.autoencoder_files", False
         )
-    if with_train and config.train_files:
-        sources = reader.sources(config.train_files, "data.train_files", bool(config.mixture))
-    elif with_train and not config.validation_files:
-        sources = [standard_library_documents()]
+    if with_train and (config.train_files or not config.validation_files):
+        files = config.train_files or STANDARD_LIBRARY
+        sources = reader.sources(files, "data.train_files", bool(config.mixture))
     if config.validation_files:
         validation = reader.validation(config.validation_files, "data.validation_files")
         cut: list[Cut] = []
@@ -361,10 +369,10 @@ def load_corpus(
     )
 
 
-def _warn_of_overlap(config: DataConfig) -> None:
-    """Warns of validation files that are training files, too."""
+def _warn_of_overlap(config: DataConfig, keys: Sequence[str]) -> None:
+    """Warns of validation files that are also files of one of `keys`."""
     overlap = _real_paths(config.validation_files, "data.validation_files")
-    for key in ("train_files", "autoencoder_files"):
+    for key in keys:
         globs = [
             entry
             for entry in _entries(getattr(config, key))

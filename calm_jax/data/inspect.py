@@ -129,7 +129,7 @@ def main(argv: list[str]) -> None:
     for flag in (_EXAMPLES, _TOKENS, _CHUNK_SIZE, _ROUND_TRIPS):
         if flag.value < 0:
             raise UserError(f"--{flag.name}={flag.value} must not be negative")
-    text = PreparedText(local_path(argv[1], "FOLDER"))
+    text = PreparedText(local_path(argv[1], "DIR"))
     _summary(text)
     _histogram(text)
     _examples(text, _EXAMPLES.value, _TOKENS.value, _CHUNK_SIZE.value or text.options["chunk_size"])

@@ -1,4 +1,4 @@
-"""Samples of a Hugging Face causal language model (`pip install -e '.[hf]'`)."""
+"""Samples of a Hugging Face causal language model (`pip install 'calm_jax[hf]'`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ class CausalLM:
             import transformers
         except ImportError as error:
             raise UserError(
-                f"--model=hf:{name} needs {error.name}, which is not installed: pip install -e '.[hf]'"
+                f"--model=hf:{name} needs {error.name}, which is not installed: pip install 'calm_jax[hf]'"
             ) from error
         transformers.utils.logging.disable_progress_bar()
         try:

@@ -1,8 +1,10 @@
 """The README.md (model card) of an exported model: the facts in the workdir, and headings for its author to complete."""
 
+import math
+
 from calm_jax.config import Config
 from calm_jax.run import report
-from calm_jax.run.run_files import STAGES, RunFiles
+from calm_jax.run.run_files import RunFiles
 from calm_jax.run.workdir import Workdir
 from calm_jax.training import checkpoint
 
@@ -27,30 +29,24 @@ def _about(config: Config, has_lm: bool) -> str:
     )
 
 
-def _training(config: Config, workdir: Workdir) -> list[str]:
+def _training(config: Config, run: RunFiles) -> list[str]:
     """Steps, tokens and text of the stages that were trained in the workdir."""
     lines = []
+    workdir = run.workdir
     for stage, name in (("autoencoder", "autoencoder"), ("lm", "language model")):
         steps = checkpoint.latest_step(workdir.checkpoints(stage))
         if steps and not (stage == "autoencoder" and config.autoencoder_source):
-            settings = getattr(config, stage)
-            batch, block = settings.training.batch_size, settings.data.block_tokens
-            lines.append(
-                f"* {name}: {steps:,} steps of {batch} x {block:,} tokens, {steps * batch * block:,} tokens in all"
-            )
+            rows, tokens = getattr(config, stage).training.batch_size, run.tokens_per_step(stage)
+            number = "" if math.isnan(tokens) else f", {steps * tokens:,.0f} tokens in all"
+            lines.append(f"* {name}: {steps:,} steps of {rows} blocks{number}")
     for name, text in workdir.stored_corpus().items():
         unit = "tokens" if "tokens" in text else "characters"
         lines.append(f"* text ({name}): {text['documents']:,} documents, {text[unit]:,} {unit}")
     return lines
 
 
-def _scores(config: Config, workdir: Workdir) -> list[str]:
-    results = {
-        name: values
-        for name, values in RunFiles(workdir).results.items()
-        if name not in STAGES or "step" in values or workdir.is_converted
-    }
-    rows = report.rows(results, config, workdir)
+def _scores(config: Config, run: RunFiles) -> list[str]:
+    rows = report.rows(run.of_training(), config, run.workdir)
     if not rows:
         return []
     return ["| | |", "|---|---|", *(f"| {name.strip()} | {value} |" for name, value in rows)]
@@ -93,8 +89,9 @@ def model_card(workdir: Workdir, has_lm: bool, num_parameters: int, repository: 
         parts.append(f"python -m calm_jax.generate --workdir=runs/{repository} --prompt=TEXT")
     parts += ["```", "", "The weights are in the layout of the published PyTorch code."]
     if not workdir.is_converted:
-        scores = _scores(config, workdir)
-        parts += ["", "## Training", "", *_training(config, workdir)]
+        run = RunFiles(workdir)
+        scores = _scores(config, run)
+        parts += ["", "## Training", "", *_training(config, run)]
         parts += ["", "<!-- What the text is, and where it comes from. -->"]
         if scores:
             parts += ["", "## Scores on held-out text", "", *scores]

@@ -5,7 +5,7 @@ from typing import Any
 
 from calm_jax.config import Config
 from calm_jax.data.tokenizers import Tokenizer
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_one_of
 from calm_jax.interop.weights import read_json
 from calm_jax.models.autoencoder import AutoencoderConfig
 from calm_jax.models.heads.diffusion import DiffusionHeadConfig
@@ -254,6 +254,7 @@ def lm_values(config: Config, tokenizer: Tokenizer, ae_path: str) -> dict[str, A
       UserError: if the published code hard-codes another value for a key of the recipe.
     """
     body, head = config.lm.model, config.lm.head
+    require_one_of("lm.head.name", head.name, _ARCHITECTURE_OF)
     architecture = _ARCHITECTURE_OF[head.name]
     values = _common_values(architecture, tokenizer, body.rms_norm_epsilon) | {
         "attention_bias": False,

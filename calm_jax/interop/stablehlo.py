@@ -21,7 +21,7 @@ from jax import Array
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.cli.command import command
-from calm_jax.cli.files import atomic_folder
+from calm_jax.cli.files import atomic_folder, refuse_existing
 from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.config import Config
 from calm_jax.data.tokenizers import Tokenizer
@@ -72,19 +72,9 @@ def export_generation(
       The function `(parameters, prompt int32 [B, L, K], length int32 [B], seed uint32) -> (tokens int32 [B, S, K], number
       of chunks int32 [B])`. Chunks of a prompt after its first `length` are ignored; a row's tokens after its last chunk,
       which holds eos if it is not the S-th, are undefined.
-
-    Raises:
-      UserError: if prompt and new chunks are longer than the model's context, or the sampler does not fit the temperature.
     """
     batch, prompt_chunks = prompt
-    size, context = prompt_chunks + new_chunks, config.lm.data.block_tokens // config.chunk_size
-    if size > context:
-        raise UserError(
-            f"--prompt_chunks={prompt_chunks} and --new_chunks={new_chunks} make {size} chunks, and the model's context is {context}"
-        )
-    check_sampler("sampler", config.sample.sampler)
-    if config.has_autoencoder:
-        config.sample.check_latent_head()
+    size, context = prompt_chunks + new_chunks, _context(config)
     sampler = config.sample.sampler_config
 
     def generate(
@@ -117,10 +107,28 @@ def export_generation(
     )
 
 
+def _context(config: Config) -> int:
+    """The model's context, in chunks."""
+    return config.lm.data.block_tokens // config.chunk_size
+
+
+def _check(config: Config, prompt_chunks: int, new_chunks: int) -> None:
+    """Raises `UserError` if prompt and new chunks are longer than the context, or the sampler does not fit the temperature."""
+    size, context = prompt_chunks + new_chunks, _context(config)
+    if size > context:
+        raise UserError(
+            f"--prompt_chunks={prompt_chunks} and --new_chunks={new_chunks} make {size} chunks, and the model's context is {context}"
+        )
+    check_sampler("sampler", config.sample.sampler)
+    if config.has_autoencoder:
+        config.sample.check_latent_head()
+
+
 @command
 def main(argv: list[str]) -> None:
     workdir = Workdir(given_folder(_WORKDIR, "the folder of a trained run"))
     target = given_folder(_TARGET, "the folder to make")
+    refuse_existing(target)
     known = {"cpu", "cuda", "rocm", "tpu"}
     if not _PLATFORMS.value or not set(_PLATFORMS.value) <= known:
         raise UserError(
@@ -130,6 +138,7 @@ def main(argv: list[str]) -> None:
     if _TEMPERATURE.value is not None:
         sample = dataclasses.replace(config.sample, temperature=_TEMPERATURE.value)
         config = dataclasses.replace(config, sample=sample)
+    _check(config, _PROMPT_CHUNKS.value, _NEW_CHUNKS.value)
     mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1), jax.devices()[:1])
     lm = make_lm_task(config, tokenizer, config.eval.published)
     params = {"lm": workdir.load_params("lm", lm, mesh)}

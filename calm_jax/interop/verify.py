@@ -23,7 +23,7 @@ _VERBOSE = flags.DEFINE_bool(
 def main(argv: list[str]) -> int:
     if len(argv) != 2:
         raise UserError("usage: python -m calm_jax.interop.verify DIR [--verbose]")
-    folder = local_path(argv[1], "FOLDER")
+    folder = local_path(argv[1], "DIR")
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder")
     # Imported here, so that --help and bad flags do not wait for JAX.

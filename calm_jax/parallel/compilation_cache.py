@@ -18,7 +18,12 @@ def keep_compiled_programs() -> None:
 
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
-    jax.config.update("jax_compilation_cache_dir", str(folder()))
+    try:
+        path = folder()
+    except RuntimeError:
+        # A user without a home folder, as in some containers.
+        return
+    jax.config.update("jax_compilation_cache_dir", str(path))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
 

@@ -126,7 +126,7 @@ def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
 def check_given(coordinator: str, num_processes: int, process_id: int) -> None:
     """Raises `UserError` for values of --coordinator, --num_processes and --process_id that make no sense."""
     _, _, port = coordinator.rpartition(":")
-    if not port.isdecimal() or coordinator.startswith(":"):
+    if not (port.isdecimal() and 0 < int(port) < 2**16) or coordinator.startswith(":"):
         raise UserError(f"--coordinator={coordinator!r} must be HOST:PORT")
     if num_processes < 1:
         raise UserError(f"--num_processes={num_processes} must be at least 1")
@@ -141,6 +141,7 @@ def wait_for_coordinator(coordinator: str, process_id: int, seconds: int) -> Non
     if process_id == 0:
         return
     host, _, port = coordinator.rpartition(":")
+    host = host.strip("[]")  # of an IPv6 address
     ends = time.monotonic() + seconds
     while True:
         try:

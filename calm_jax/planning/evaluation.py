@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from calm_jax.build import stage_of
 from calm_jax.config import Config
+from calm_jax.data.packing import BlockConfig
 from calm_jax.data.tokenizers import vocabulary
 from calm_jax.evaluation.evaluator import batch_size, jit_sums
 from calm_jax.parallel.mesh import BATCH, make_mesh, sharded_shapes
@@ -50,20 +51,17 @@ def plan_evaluations(config: Config, topology: Topology) -> Iterator[EvaluationP
     mesh = make_mesh(config.mesh, topology.devices())
     if config.has_autoencoder:
         task, frozen = _task(config, "autoencoder", mesh)
-        yield _plan(
-            "autoencoder",
-            task,
-            frozen,
-            config.autoencoder.data.block_tokens,
-            config,
-            topology,
-            mesh,
-        )
+        yield _plan("autoencoder", task, frozen, config.autoencoder.data, config, topology, mesh)
     task, frozen = _task(config, "lm", mesh)
-    yield _plan("lm", task, frozen, config.lm.data.block_tokens, config, topology, mesh)
+    yield _plan("lm", task, frozen, config.lm.data, config, topology, mesh)
+    if config.data.prompt_field:
+        return  # records with prompts have no equal-context score
+    windows = dataclasses.replace(
+        config.lm.data, block_tokens=config.eval.block_tokens, isolate_documents=False
+    )
     equal: Any = task
     equal = dataclasses.replace(equal, protocol=config.eval.equal_context)
-    yield _plan("equal_context", equal, frozen, config.eval.block_tokens, config, topology, mesh)
+    yield _plan("equal_context", equal, frozen, windows, config, topology, mesh)
 
 
 def _task(config: Config, stage: str, mesh: Mesh) -> tuple[Task, Any]:
@@ -79,14 +77,17 @@ def _plan(
     name: str,
     task: Task,
     frozen: Any,
-    block_tokens: int,
+    data: BlockConfig,
     config: Config,
     topology: Topology,
     mesh: Mesh,
 ) -> EvaluationPlan:
     rows, layout = batch_size(config.eval, mesh), NamedSharding(mesh, BATCH)
     params = sharded_shapes(jax.eval_shape(task.init, jax.random.key(0)), mesh)
-    shapes = {"tokens": (rows, block_tokens), "targets": (rows, block_tokens), "index": (rows,)}
+    block = rows, data.block_tokens
+    shapes: dict[str, tuple[int, ...]] = {"tokens": block, "targets": block, "index": (rows,)}
+    if data.isolate_documents:
+        shapes["segments"] = shapes["tokens"]
     batch = {
         key: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout)
         for key, shape in shapes.items()
@@ -98,4 +99,6 @@ def _plan(
     program, memory, available = fitting.compile_program(lowered, arguments, options)
     if program is not None:
         available = topology.memory
-    return EvaluationPlan(name, rows, block_tokens, arguments + sum(memory.values()), available)
+    return EvaluationPlan(
+        name, rows, data.block_tokens, arguments + sum(memory.values()), available
+    )

@@ -6,6 +6,7 @@ each time: they are taken not to stay on the chip from one evaluation to the nex
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -136,30 +137,25 @@ def planned_batches(mesh: Mesh) -> list[int]:
     return sorted({_rounded(batch, mesh) for batch in _BATCHES})
 
 
-def plan_decode(config: Config, topology: Topology, batch: int, temperature: float) -> DecodePlan:
-    """Compiles prefill and decode for `batch` rows with a cache for the whole context, on the mesh of `mesh_of`.
+class _Prefilled(NamedTuple):
+    """Compiled prefill; and the arguments of `decode` after it, which `decode` shares for all samplers.
 
-    Args:
-      config: the recipe.
-      topology: the hardware.
-      batch: rows; rounded up to a multiple of the parts into which the mesh splits rows.
-      temperature: T.
-
-    Raises:
-      UserError: if the compiler is not installed, or the options in `config.sample` cannot be computed at T.
+    Attributes:
+      prefill: the compiled prefill.
+      model: the arguments `bind`, `params` and `frozen` of `decode`.
+      state: shapes and layout of the state with room for the whole context; None if the prefill does not fit.
     """
-    sampler = dataclasses.replace(config.sample.sampler_config, temperature=temperature)
-    if config.has_autoencoder:
-        sampler.check_latent_head()
+
+    prefill: _Compiled
+    model: dict[str, Any]
+    state: Any
+
+
+@functools.cache
+def _prefilled(config: Config, topology: Topology, mesh: Mesh, batch: int) -> _Prefilled:
+    """Compiles the prefill of `batch` rows. Kept, as it is the same for every temperature."""
     words = vocabulary(config.tokenizer)
-    mesh = mesh_of(config, topology)
     ways, num_chunks = num_row_shards(mesh), config.lm.data.block_tokens // config.chunk_size
-    batch = _rounded(batch, mesh)
-    replicated = NamedSharding(mesh, PartitionSpec())
-
-    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
-
     key = jax.random.key(0)
     task = make_lm_task(config, words, config.eval.published)
     params = jax.eval_shape(
@@ -179,27 +175,56 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
         COMPILER_OPTIONS,
         prefill,
         **model,
-        prompt_BLK=array(jnp.int32, num_read, length, config.chunk_size),
-        length_B=array(jnp.int32, num_read),
-        window=array(jnp.int32),
+        prompt_BLK=_replicated(mesh, jnp.int32, num_read, length, config.chunk_size),
+        length_B=_replicated(mesh, jnp.int32, num_read),
+        window=_replicated(mesh, jnp.int32),
         size=length,
         piece=length,
     )
-    needed = moved = received = math.nan
+    state = None
     if reading.program is not None:
-        state = reading.results
-        room = {"state": state, "batch": batch, "size": num_chunks}
-        grown = _compile(topology, mesh, COMPILER_OPTIONS, with_room, **room)
+        room = {"state": reading.results, "batch": batch, "size": num_chunks}
+        state = _compile(topology, mesh, COMPILER_OPTIONS, with_room, **room).results
+    return _Prefilled(reading, model, state)
+
+
+def _replicated(mesh: Mesh, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    layout = NamedSharding(mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
+
+
+def plan_decode(config: Config, topology: Topology, batch: int, temperature: float) -> DecodePlan:
+    """Compiles prefill and decode for `batch` rows with a cache for the whole context, on the mesh of `mesh_of`.
+
+    Args:
+      config: the recipe.
+      topology: the hardware.
+      batch: rows; rounded up to a multiple of the parts into which the mesh splits rows.
+      temperature: T.
+
+    Raises:
+      UserError: if the compiler is not installed, or the options in `config.sample` cannot be computed at T.
+    """
+    sampler = dataclasses.replace(config.sample.sampler_config, temperature=temperature)
+    if config.has_autoencoder:
+        sampler.check_latent_head()
+    words = vocabulary(config.tokenizer)
+    mesh = mesh_of(config, topology)
+    batch = _rounded(batch, mesh)
+    reading, model, state = _prefilled(config, topology, mesh, batch)
+    needed = moved = received = math.nan
+    if state is not None:
         decoding = _compile(
             topology,
             mesh,
             _DECODE_OPTIONS,
             decode,
             **model,
-            state=grown.results,
-            key_B=array(key.dtype, batch),
-            limit=array(jnp.int32),
+            state=state,
+            key_B=_replicated(mesh, jax.random.key(0).dtype, batch),
+            limit=_replicated(mesh, jnp.int32),
             num_chunks=CHUNKS_PER_CALL,
+            # A `Vocabulary` has no eos; the program is the same for any id.
             eos_id=words.pad_id,
             config=sampler,
         )

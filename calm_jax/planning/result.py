@@ -1,6 +1,7 @@
 """The finished plan of a training step, and advice for one that does not fit into memory."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from calm_jax.config import Config
 from calm_jax.parallel.devices import Accelerator
@@ -64,8 +65,8 @@ class Plan:
     topology: str
     mesh: dict[str, int]
     stage: str
-    parameters: dict[str, int]
-    frozen: dict[str, int]
+    parameters: Mapping[str, int]
+    frozen: Mapping[str, int]
     state_bytes: dict[str, int]
     chosen: dict[str, int | str]
     tokens: int

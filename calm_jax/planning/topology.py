@@ -103,11 +103,11 @@ class Topology:
     def check_compiler(self) -> None:
         """Raises `UserError` unless the compiler for this hardware is installed."""
         if self.platform == "tpu":
-            _need("libtpu", f"{self}: compiling for TPUs needs pip install -e '.[plan]'")
+            _need("libtpu", f"{self}: compiling for TPUs needs pip install 'calm_jax[plan]'")
         else:
             _need(
                 "jax_plugins.xla_cuda13",
-                f"{self}: compiling for NVIDIA needs pip install -e '.[plan-cuda]'",
+                f"{self}: compiling for NVIDIA needs pip install 'calm_jax[plan-cuda]'",
             )
 
     def devices(self) -> list[jax.Device]:

@@ -42,10 +42,17 @@ class Series:
 
 def short(value: float) -> str:
     """A number in at most about six characters: "0.123", "1.2M", "3e+20"."""
-    for size, unit in ((1e15, ""), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / {'T': 1e12, 'G': 1e9, 'M': 1e6, 'k': 1e3}.get(unit, 1):.3g}{unit}"
-    return f"{value:.4g}"
+    if abs(value) < 9999.5:
+        return f"{value:.4g}"
+    if abs(value) >= 999.5e12:
+        return f"{value:.3g}"
+    # The largest unit of which a number rounded to three digits has at least one.
+    size, unit = next(
+        (size, unit)
+        for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+        if abs(value) >= 0.9995 * size
+    )
+    return f"{value / size:.3g}{unit}"
 
 
 class _Axis:

@@ -123,7 +123,7 @@ class ContinuousBatch:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is left to do."""
-        return not (self.num_running or any(not row.continuation.finish for row in self._waiting))
+        return not (self.num_running or self.num_waiting)
 
     def submit(self, row: Row) -> None:
         """Adds a prompt, to be continued by the next calls of `step`."""

@@ -31,17 +31,24 @@ from calm_jax.errors import UserError
 _FLOOR_NGRAMS = 2**23
 
 
-def read_corpus(config: Config) -> Corpus:
-    """Reads the text that the config's stages need, and prints what was left out or held out, and why.
+def read_corpus(config: Config, training: bool) -> Corpus:
+    """Reads the text that a command needs, and prints what was left out or held out, and why.
 
-    Raises `UserError` for files that are missing, bad or empty.
+    Args:
+      config: the whole config.
+      training: whether the config's stages are trained. Otherwise the text is for scoring a language model: its validation
+        text, and the training text for the frequency floors.
+
+    Raises:
+      UserError: for files that are missing, bad or empty.
     """
-    trains_autoencoder = "autoencoder" in config.stages and not config.autoencoder_source
     has_own = bool(config.data.autoencoder_files)
     corpus = load_corpus(
         config.data,
-        with_train="lm" in config.stages or not has_own,
-        with_autoencoder=trains_autoencoder,
+        with_train=not training or "lm" in config.stages or not has_own,
+        with_autoencoder=training
+        and "autoencoder" in config.stages
+        and not config.autoencoder_source,
     )
     for reason, count in corpus.skipped.items():
         if count:

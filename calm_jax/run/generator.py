@@ -41,8 +41,8 @@ class Generator:
     """A trained language model, ready to continue prompts. Compiled programs are kept from call to call.
 
     Attributes:
-      task, params, frozen: the model; `task.bind(params, frozen)` is the `ChunkModel` that samplers use. Both are in the
-        layout of `calm_jax.models.stack.for_generation`. `frozen` has the parameters of the autoencoder, and is empty for the
+      task, params, frozen: the model; `task.bind(params, frozen)` is the `ChunkModel` that samplers use. `params` and
+        `frozen` are in the layout of `calm_jax.models.stack.for_generation`. `frozen` has the parameters of the autoencoder, and is empty for the
         autoregressive baseline.
       tokenizer: the model's tokenizer.
       options: the `sample` section of the model's config; `dataclasses.replace(options, ...)` changes some of them.

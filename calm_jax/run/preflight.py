@@ -302,7 +302,8 @@ def _check(
     if overwrite:
         workdir.check_deletable()
     fresh = overwrite or not workdir.exists
-    if config.data.validation_files and not config.data.train_files:
+    reads_train_files = "lm" in config.stages or not config.data.autoencoder_files
+    if reads_train_files and config.data.validation_files and not config.data.train_files:
         raise UserError("data.validation_files needs data.train_files to train on")
     if not fresh:
         _refuse_converted(workdir)
@@ -313,7 +314,7 @@ def _check(
         check_path(config.tokenizer)
     _check_autoencoder_stage(config, workdir, fresh)
     print("data: reading and tokenising", flush=True)
-    corpus = read_corpus(config)
+    corpus = read_corpus(config, training=True)
     if fresh:
         tokenizer = _new_tokenizer(config, corpus, initial)
     else:
@@ -339,8 +340,12 @@ def _check(
             workdir.create(config, tokenizer, corpus)
         else:
             workdir.add_corpus(corpus)
-            # A call with --config.stage=lm must not change the stage of the stored recipe.
-            workdir.store_config(dataclasses.replace(config, stage=workdir.config.stage))
+            # A call with --config.stage=lm does not change the stage of the stored recipe, but for one of the autoencoder
+            # alone: the run has both stages now.
+            stage = workdir.config.stage
+            if stage == "autoencoder" and "lm" in config.stages:
+                stage = "all"
+            workdir.store_config(dataclasses.replace(config, stage=stage))
         if autoencoder is not None:
             workdir.import_autoencoder(autoencoder)
         if initial is not None:

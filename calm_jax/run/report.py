@@ -186,7 +186,7 @@ def check_drawable() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UserError(
-            "eval.temperatures: the plane is drawn with matplotlib, which is not installed: pip install -e '.[plot]'"
+            "eval.temperatures: the plane is drawn with matplotlib, which is not installed: pip install 'calm_jax[plot]'"
         ) from error
 
 

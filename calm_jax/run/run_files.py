@@ -11,6 +11,8 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from calm_jax.cli.files import read_file
 from calm_jax.run.workdir import Workdir
 from calm_jax.training.log import is_number, read_records
@@ -117,16 +119,31 @@ class RunFiles:
             if metric in record
         ]
 
+    def tokens_per_step(self, stage: str) -> float:
+        """The mean number of text tokens in the logged steps of a stage; NaN without a log.
+
+        Blocks of records with prompts may be shorter than the recipe's `block_tokens`.
+        """
+        logged = [as_float(record.get("tokens_per_step")) for record in self.of(stage, "train")]
+        return float(np.mean(logged)) if logged else math.nan
+
     def latest(self) -> dict[str, Any]:
         """The results of training by name, updated by those of the latest evaluation."""
         scored, _ = self.evaluations[-1] if self.evaluations else ({}, {})
-        found = self.results | {
-            name: self.results.get(name, {}) | values for name, values in scored.items()
-        }
-        # The table shows the step of a trained stage, which an edited file may lack.
+        return self._with_steps(
+            self.results
+            | {name: self.results.get(name, {}) | values for name, values in scored.items()}
+        )
+
+    def of_training(self) -> dict[str, Any]:
+        """The results of training by name."""
+        return self._with_steps(self.results)
+
+    def _with_steps(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Without trained stages whose step, which tables show, is missing, as in an edited file."""
         return {
             name: values
-            for name, values in found.items()
+            for name, values in results.items()
             if name not in STAGES or "step" in values or self.workdir.is_converted
         }
 

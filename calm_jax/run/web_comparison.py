@@ -24,8 +24,7 @@ class _Axis:
 
 
 def _tokens(run: RunFiles, stage: str, step: int) -> float:
-    settings = getattr(run.config, stage)
-    return float(step * settings.training.batch_size * settings.data.block_tokens)
+    return step * run.tokens_per_step(stage)
 
 
 def _flops(run: RunFiles, stage: str, step: int) -> float:

@@ -25,7 +25,7 @@ from calm_jax.parallel.compilation_cache import keep_compiled_programs
 from calm_jax.parallel.host_memory import keep_freed_memory
 
 if TYPE_CHECKING:
-    from calm_jax.run.generator import Generator
+    from calm_jax.config import Config
     from calm_jax.serve.request import Limits
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")
@@ -57,11 +57,11 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MORE_CONNECTIONS = 256
 
 
-def _limits(generator: Generator) -> Limits:
+def _limits(config: Config) -> Limits:
     from calm_jax.serve.request import Limits
 
     given: dict[str, Any] = {flag.name.removeprefix("limit_"): flag.value for flag in _LIMITS}
-    context = generator.max_chunks * generator.task.chunk_size
+    context = config.lm.data.block_tokens // config.chunk_size * config.chunk_size
     for name in ("prompt_tokens", "max_tokens"):
         given[name] = given[name] or context
     return Limits(**given)
@@ -99,19 +99,25 @@ def main(argv: list[str]) -> None:
     names = _names()
     # Imported here, so that --help and bad flags do not wait for JAX.
     from calm_jax.run.generator import Generator
+    from calm_jax.run.workdir import Workdir
 
     try:
         from calm_jax.serve.app import LOOPBACK_NAMES, Served, make_app
         from calm_jax.serve.listen import listen
     except ImportError as error:
         raise UserError(f"serving needs {error.name}: pip install 'calm_jax[serve]'") from error
+    # Wrong flags and folders are refused before any parameters are read.
+    limits = {
+        name: _limits(Workdir(local_path(folder, "folder")).config)
+        for name, folder in names.items()
+    }
     with _listen() as listener:
         keep_compiled_programs()
         models = {}
         for name, folder in names.items():
             generator = Generator.load(folder)
             num_places = _BATCH_SIZE.value or generator.options.batch_size
-            models[name] = Served(generator, num_places, _limits(generator))
+            models[name] = Served(generator, num_places, limits[name])
         hosts = LOOPBACK_NAMES if _HOST.value in _LOOPBACK else ("*",)
         app = make_app(models, hosts)
         host, port = listener.getsockname()[:2]

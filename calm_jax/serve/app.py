@@ -251,7 +251,7 @@ class _Server:
             )
         if not engine.is_alive:
             raise RequestError(503, _ENDED, kind="server_error")
-        job = Job(rows, asked.stream)
+        job = Job(rows, asked.texts_per_prompt, asked.stream)
         engine.submit(job)
         return job
 

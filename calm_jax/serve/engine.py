@@ -25,12 +25,13 @@ class Job:
     """The texts of one request while they are computed.
 
     Attributes:
-      rows: one for each text.
+      rows: one for each text, those of a prompt one after the other.
+      texts_per_prompt: the number of texts of each prompt.
       streams: whether `pieces` yields every chunk as soon as it is generated; otherwise it yields the last piece of each text.
     """
 
-    def __init__(self, rows: list[Row], streams: bool):
-        self.rows, self.streams = rows, streams
+    def __init__(self, rows: list[Row], texts_per_prompt: int, streams: bool):
+        self.rows, self.texts_per_prompt, self.streams = rows, texts_per_prompt, streams
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | None] = asyncio.Queue()
 

@@ -101,7 +101,8 @@ class CompletionRequest:
     """A checked request. The response has the texts of `Generator.generate(prompts, options, seed)`.
 
     Attributes:
-      prompts: each `n` times, one after the other.
+      prompts: each `texts_per_prompt` times, one after the other.
+      texts_per_prompt: the request's `n`.
       options: how to sample.
       seed: the seed of the request, or a random one.
       stream: whether the texts are sent chunk by chunk.
@@ -109,6 +110,7 @@ class CompletionRequest:
     """
 
     prompts: list[Prompt]
+    texts_per_prompt: int
     options: SampleConfig
     seed: int
     stream: bool
@@ -157,6 +159,7 @@ def parse(fields: dict[str, Any], generator: Generator, limits: Limits) -> Compl
             )
     return CompletionRequest(
         [prompt for prompt in prompts for _ in range(num)],
+        num,
         _options(fields, generator, limits),
         secrets.randbelow(2**32) if seed is None else seed,
         bool(_field(fields, "stream", bool)),

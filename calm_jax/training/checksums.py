@@ -7,7 +7,6 @@ one element always changes the checksum; a change of several goes unnoticed in a
 
 import concurrent.futures
 import math
-import os
 import threading
 from typing import Any
 
@@ -95,7 +94,7 @@ def checksums(tree: Any) -> dict[str, str]:
         first = [axis.start or 0 for axis in shard.index]
         return _hash_sums(_on_host(shard), first, array.shape)
 
-    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+    with concurrent.futures.ThreadPoolExecutor() as threads:
         here = [
             [name, *sums]
             for (name, _, _), sums in zip(shards, threads.map(sums_of, shards), strict=True)

@@ -48,6 +48,23 @@ def test_standard_library_is_split_by_the_hash_of_names(library):
     assert 0.02 < len(split.validation) / len(library) < 0.1
 
 
+def test_filters_hold_for_the_standard_library_too(library):
+    changes = {"min_characters": 2000, "max_words": 500, "deduplicate": True}
+    corpora = [load_corpus(data_config(files, **changes)) for files in ("", "stdlib:")]
+    texts = [document.text for document in corpora[0].train + corpora[0].validation]
+    assert corpora[0] == corpora[1]
+    short = [document for document in library if len(document.text) < 2000]
+    assert corpora[0].skipped["under 2000 characters"] == len(short) > 0
+    assert len(set(texts)) == len(texts) > len(library)
+    assert max(text.count(" ") for text in texts) < 500
+
+
+def test_a_comma_at_the_end_names_nothing(tmp_path):
+    (tmp_path / "a.txt").write_text("a text\n" * 9)
+    config = data_config(f"{tmp_path}/a.txt,")
+    assert [one.name for one in read_all(config)] == ["a.txt"]
+
+
 def test_hold_out_does_not_change_between_versions():
     """Another hash would move training text into the validation split of existing workdirs."""
     held_out = [number for number in range(30) if is_held_out(f"{number}.txt", 5)]

@@ -1,5 +1,7 @@
 """Compiled programs are kept in the user's cache folder, unless the user has chosen another."""
 
+import pathlib
+
 import jax
 import pytest
 
@@ -26,6 +28,16 @@ def test_the_cache_is_in_the_users_folder_for_this_cpu(undecided, tmp_path, monk
     )
     assert (first, second) == ("calm_jax", "compiled") and len(cpu.split("-")[-1]) == 8
     assert jax.config.jax_persistent_cache_min_compile_time_secs < 1
+
+
+def test_without_a_home_folder_there_is_no_cache(undecided, monkeypatch):
+    def no_home() -> pathlib.Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pathlib.Path, "home", no_home)
+    compilation_cache.keep_compiled_programs()
+    assert jax.config.jax_compilation_cache_dir is None
 
 
 def test_a_chosen_cache_stays():

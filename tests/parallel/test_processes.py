@@ -59,6 +59,8 @@ def test_open_mpi_without_an_address_needs_a_coordinator():
         (("host", 2, 0), "--coordinator='host' must be HOST:PORT"),
         ((":80", 2, 0), "--coordinator=':80' must be HOST:PORT"),
         (("host:http", 2, 0), "must be HOST:PORT"),
+        (("host:65536", 2, 0), "must be HOST:PORT"),
+        (("host:0", 2, 0), "must be HOST:PORT"),
         (("host:80", 0, 0), "--num_processes=0"),
         (("host:80", 2, 2), "--process_id=2 must be in [0, 2)"),
         (("host:80", 2, -1), "--process_id=-1"),
@@ -73,6 +75,15 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         return listener.getsockname()[1]
+
+
+def test_a_coordinator_may_have_an_ipv6_address():
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    with listener:
+        startup.wait_for_coordinator(f"[::1]:{listener.getsockname()[1]}", 1, 1)
 
 
 def test_an_unreachable_coordinator_is_reported_within_the_limit():

@@ -236,7 +236,11 @@ def plan(
         (["--topology=v5e:3x3"], "v5e has no size '3x3'"),
         ([], "--topology=v5e:4x4, or --fit=v5e"),
         (["--fit=v9"], "--fit='v9' is none of"),
-        (["--topology=v5e:2x2", "--efficiency=2"], "efficiency"),
+        (["--topology=v5e:2x2", "--efficiency=2"], "--efficiency=2 must be in (0, 1]"),
+        (
+            ["--topology=v5e:2x2", "--stage=generate", "--price_per_hour=2"],
+            "--price_per_hour=2 has no meaning with --stage=generate",
+        ),
     ],
 )
 def test_invalid_flags_are_one_line_of_error(options, message):

@@ -52,7 +52,7 @@ def text_of(texts, train_files, **changes) -> Dataset:
     config.autoencoder.data.append_eos = config.autoencoder.data.align_documents_to_chunks = True
     config.update_from_flattened_dict(changes)
     resolved = resolve(config)
-    return Dataset(resolved, read_corpus(resolved), BYTES)
+    return Dataset(resolved, read_corpus(resolved, training=True), BYTES)
 
 
 def first_batches(text: TrainingText, number=12, seed=0, **changes) -> list[np.ndarray]:
@@ -85,6 +85,16 @@ def test_prepared_text_has_the_same_frequency_floor_as_its_files(texts, folders,
     )
     np.testing.assert_equal(tuple(shards), tuple(raw))
     assert raw.ngrams > 100
+
+
+@pytest.mark.parametrize("stage", ["all", "autoencoder", "lm"])
+def test_scoring_reads_the_text_for_floors_alone_whatever_stage_is_trained(texts, stage):
+    recipe = tiny_recipe.get_config(f"{texts}/a.jsonl")
+    recipe.stage = stage
+    recipe.data.validation_files = str(texts / "held_out.jsonl")
+    recipe.data.autoencoder_files = str(texts / "is_gone.jsonl")
+    config = resolve(recipe)
+    assert Dataset(config, read_corpus(config, training=False), BYTES).floor().ngrams > 100
 
 
 def numbered(first: int, number: int) -> Blocks:

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 
+from calm_jax.run.workdir import Workdir
 from tests.tiny_model import run_generate
 from tests.workdirs import assert_same_bits, evaluate, metrics, run, start, train
 
@@ -441,6 +442,8 @@ def test_a_full_disk_leaves_the_last_complete_checkpoint(finished, text_glob, tm
     error = re.search(r"error: .*", err)[0]
     assert "could not be written" in error and "step 6" in error
     train(text_glob, workdir)
+    # The recipe of a run that has both stages now: without a stage, --config=configs/workdir.py:DIR trains both further.
+    assert Workdir(workdir).config.stage == "all"
 
 
 @pytest.mark.slow

@@ -75,6 +75,7 @@ def train_record(stage: str, step: int) -> dict:
         "seconds": 2 * step,
     } | {
         "tokens_per_second": 5.0,
+        "tokens_per_step": 120.0,
         "unheard_of": 3.0,
     }
 
@@ -285,9 +286,9 @@ def test_axes_of_a_comparison(workdir):
     config: Config = workdir.config
     loaded = RunFiles(workdir)
     values = {axis.label: axis.of(loaded, "lm", 6) for axis in web_comparison._AXES}
-    block = config.lm.data.block_tokens * config.lm.training.batch_size
-    assert values["steps"] == 6 and values["tokens"] == 6 * block
-    assert values["FLOPs"] == 6 * block * flops.training(config, "lm", BYTES.vocab_size)
+    # Those of the log: blocks of records may be shorter than the recipe's.
+    assert values["steps"] == 6 and values["tokens"] == 6 * 120
+    assert values["FLOPs"] == 6 * 120 * flops.training(config, "lm", BYTES.vocab_size)
     # Between the records of steps 4 and 8, and before the first.
     assert values["seconds of training"] == 12
     assert (
@@ -391,8 +392,13 @@ def test_a_chart_without_points_is_empty():
         (0.0, "0"),
         (0.12345, "0.1235"),
         (9999.0, "9999"),
+        (9999.9, "10k"),
         (12_345.0, "12.3k"),
+        (999_499.0, "999k"),
+        (999_936.0, "1M"),
         (-2e6, "-2M"),
+        (999_999_488.0, "1G"),
+        (9.996e14, "1e+15"),
         (3e20, "3e+20"),
     ],
 )

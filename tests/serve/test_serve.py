@@ -144,6 +144,8 @@ def test_several_texts_of_a_prompt_and_calms_own_options(port):
     texts = expected(["a"] * 3 + ["b"] * 3, 1, **options, **more)
     assert_same(done.choices, texts)
     assert {draws for one in texts for draws in one.draws} == {5}
+    # A prompt counts once, whatever n is: each is bos and a byte.
+    assert done.usage.prompt_tokens == 4
     assert len({choice.text for choice in done.choices}) > 3
 
 

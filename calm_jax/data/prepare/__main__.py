@@ -100,8 +100,7 @@ def main(argv: list[str]) -> None:
     options = Options(**given)
     tokenizer, _ = open_tokenizer(_TOKENIZER.value)
     files = find_files(_INPUT.value, KEY)
-    workers = _WORKERS.value or len(os.sched_getaffinity(0))
-    index = prepare(files, tokenizer, output, options, workers, _SCHEDULER.value)
+    index = prepare(files, tokenizer, output, options, _WORKERS.value, _SCHEDULER.value)
     for reason, count in left_out(index).items():
         what = f"the rest of {count:,} files" if reason.endswith("file") else f"{count:,} documents"
         print(f"left out: {what}: {reason}")

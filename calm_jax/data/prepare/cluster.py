@@ -193,7 +193,8 @@ class Cluster(contextlib.ExitStack):
         try:
             with _without_interrupts():
                 return self._distributed.LocalCluster(
-                    n_workers=self._workers,
+                    # None: one for each core that this process may use.
+                    n_workers=self._workers or None,
                     threads_per_worker=1,
                     # No limit by Dask, which would kill a worker with a large document.
                     memory_limit=0,
@@ -211,12 +212,11 @@ class Cluster(contextlib.ExitStack):
                 self._distributed.Client(address, timeout=_CLUSTER_TIMEOUT)
             )
             if not client.scheduler_info(n_workers=-1)["workers"]:
-                print(f"waiting for workers of {self._scheduler}", flush=True)
+                print("waiting for workers", flush=True)
             client.wait_for_workers(1, timeout=_WORKERS_TIMEOUT)
         except (OSError, TimeoutError, ValueError) as error:
-            raise UserError(
-                f"--scheduler={self._scheduler!r} cannot be reached, or has no workers ({error})"
-            ) from error
+            where = f"--scheduler={self._scheduler!r}" if self._scheduler else "the local scheduler"
+            raise UserError(f"{where} cannot be reached, or has no workers ({error})") from error
         return client
 
     def _on_all_workers(self, call: Callable, *arguments: Any) -> Any:

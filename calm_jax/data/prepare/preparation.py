@@ -24,7 +24,7 @@ from calm_jax.errors import UserError
 _MOST_SHARDS = 8
 
 
-def _refuse_foreign(output: pathlib.Path) -> None:
+def _make_or_refuse(output: pathlib.Path) -> None:
     """Makes the folder if necessary. Raises `UserError` if it contains anything but a preparation."""
     with os_errors(f"--output={output}", "made"):
         output.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def prepare(
         tokenizer: encodes the text, and is saved in the folder.
         output: the folder, which all workers share.
         options: how the text is processed.
-        workers: processes to start on this machine; ignored with a scheduler.
+        workers: processes to start on this machine, 0 for one per core; ignored with a scheduler.
         scheduler: the address of a running Dask cluster, or empty.
 
     Returns:
@@ -193,7 +193,7 @@ def prepare(
         "states": list(inputs.states),
     }
     output = output.absolute()
-    _refuse_foreign(output)
+    _make_or_refuse(output)
     work = output / "work"
     if not _differences(output, about) and _is_done(output):
         print(f"{output} is prepared, there is nothing to do")

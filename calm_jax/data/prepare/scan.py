@@ -43,7 +43,7 @@ def scan_path(work: pathlib.Path, group: int) -> pathlib.Path:
 
 
 def layout_path(work: pathlib.Path) -> pathlib.Path:
-    """The file of the layout. Earlier versions wrote other names, without checks: with them the first pass is repeated."""
+    """The file of the layout. Earlier versions wrote a file of another name, without checksums, which is not read."""
     return work / "checked.json"
 
 
