@@ -35,20 +35,20 @@ def is_first_of(equal_BNN: Array) -> Array:
     return equal_BNN.argmax(-1) == jnp.arange(equal_BNN.shape[-1])
 
 
-def count_draws(model: ChunkModel, latent_BNZ: Array, company: int) -> Counted:
+def count_draws(model: ChunkModel, latent_BNZ: Array, min_count: int) -> Counted:
     """Counts equal chunks among each row's draws without decoding all of their tokens (ours).
 
     The last position of a chunk is decoded for all draws. Each position before it, from the last but one to the first,
-    is then decoded only for the draws whose tokens so far are shared by at least `company` draws (themselves included):
+    is then decoded only for the draws whose tokens so far are shared by at least `min_count` draws (themselves included):
     the others cannot reach that count.
 
     Args:
         model: the model's `ChunkModel` interface.
         latent_BNZ: the draws.
-        company: the smallest count that must be exact.
+        min_count: counts of at least this many are exact.
 
     Returns:
-        Counts, exact where at least `company`; a smaller one may be any number from 1 to company - 1. So company = 2
+        Counts, exact where at least `min_count`; a smaller one may be any number from 1 to min_count - 1. So min_count = 2
         makes all counts exact.
     """
     batch, num_draws, _ = latent_BNZ.shape
@@ -63,7 +63,7 @@ def count_draws(model: ChunkModel, latent_BNZ: Array, company: int) -> Counted:
             token_BN = jnp.where(kept_BN, token_R.reshape(batch, num_draws), nobody_BN)
             equal_BNN &= token_BN[:, :, None] == token_BN[:, None]
             decoded_B += kept_BN.sum(-1)
-            return kept_BN & (equal_BNN.sum(-1) >= company), equal_BNN, decoded_B
+            return kept_BN & (equal_BNN.sum(-1) >= min_count), equal_BNN, decoded_B
 
         def next_position(index: Array, state: tuple[Array, Array, Array]):
             x_RD = jax.lax.dynamic_index_in_dim(x_RKD, last - index, axis=1, keepdims=False)

@@ -87,7 +87,7 @@ def pooled(
         # The choice by weight may fall back to any level, so the last pool needs all counts from 2 on; so do candidates.
         may_fall_back = level == last and not a
         needs_all = may_fall_back or config.shown_candidates
-        counted = count_draws(model, latent_GNZ, company=2 if needs_all else n)
+        counted = count_draws(model, latent_GNZ, min_count=2 if needs_all else n)
         index_G, emitted_G = law.emit(counted.count, n, emit_key_G)
         if may_fall_back:
             weight_GN, _ = law.log_weights(counted.count, config.temperature, leave_out=True)

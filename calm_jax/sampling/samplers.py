@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from calm_jax.errors import require_one_of
+from calm_jax.models import vocabulary
 from calm_jax.sampling.chunk_model import ChunkModel
 from calm_jax.sampling.config import SamplerConfig
 from calm_jax.sampling.exact import pooled, rejection
@@ -63,16 +64,17 @@ def sample_token(log_probs_BV: Array, key_B: Array, temperature: float, top_p: f
         Token ids, int32 [B].
     """
     if temperature < 1e-6:
-        return log_probs_BV.argmax(-1).astype(jnp.int32)
+        return vocabulary.argmax(log_probs_BV)
     logits_BV = jax.nn.log_softmax(log_probs_BV / temperature)
-    if top_p < 1:
-        order_BV = jnp.argsort(-logits_BV, axis=-1)
-        sorted_BV = jnp.exp(jnp.take_along_axis(logits_BV, order_BV, axis=-1))
-        before_BV = jnp.cumsum(sorted_BV, axis=-1) - sorted_BV
-        rank_BV = jnp.argsort(order_BV, axis=-1)
-        kept_BV = jnp.take_along_axis(before_BV < top_p, rank_BV, axis=-1)
-        logits_BV = jnp.where(kept_BV, logits_BV, -jnp.inf)
-    return jax.vmap(jax.random.categorical)(key_B, logits_BV).astype(jnp.int32)
+    draw = jax.vmap(jax.random.categorical)
+    if top_p == 1:
+        return draw(key_B, logits_BV).astype(jnp.int32)
+    order_BV = jnp.argsort(-logits_BV, axis=-1)
+    sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
+    prob_BV = jnp.exp(sorted_BV)
+    is_kept_BV = jnp.cumsum(prob_BV, axis=-1) - prob_BV < top_p
+    place_B = draw(key_B, jnp.where(is_kept_BV, sorted_BV, -jnp.inf))
+    return jnp.take_along_axis(order_BV, place_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
 def sample_chunk(

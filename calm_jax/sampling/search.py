@@ -15,7 +15,7 @@ from jax import Array
 
 from calm_jax.sampling import temperature as law
 from calm_jax.sampling.chunk_model import ChunkModel
-from calm_jax.sampling.config import SamplerConfig
+from calm_jax.sampling.config import MOST_COMPARED, SamplerConfig
 from calm_jax.sampling.counting import count_draws
 
 # The number of draws in the first pool of a search.
@@ -158,7 +158,7 @@ def from_pool(
         h_GD, key_G = given
         draw_key_G, pick_key_G = keys(key_G, found.rounds, 2)
         latent_GNZ = model.latents(h_GD, size, draw_key_G, 1)
-        counted = count_draws(model, latent_GNZ, company=2)
+        counted = count_draws(model, latent_GNZ, min_count=2)
         weight_GN, _ = law.log_weights(counted.count, config.temperature, leave_out)
         return found._replace(
             latent=take_draw(latent_GNZ, law.pick(weight_GN, pick_key_G)),
@@ -179,7 +179,8 @@ def kept_back(config: SamplerConfig, least: int) -> int:
 
     least: the fewest draws that the search itself needs.
     """
-    return max(0, min(config.num_candidates, config.max_draws // 2, config.max_draws - least))
+    most = min(config.num_candidates, MOST_COMPARED)
+    return max(0, min(most, config.max_draws // 2, config.max_draws - least))
 
 
 def for_active(

@@ -17,7 +17,7 @@ import scipy.stats
 from calm_jax.errors import UserError
 from calm_jax.sampling import exact, search, temperature
 from calm_jax.sampling.chunk_model import ChunkModel
-from calm_jax.sampling.config import SamplerConfig
+from calm_jax.sampling.config import MOST_COMPARED, SamplerConfig
 from calm_jax.sampling.pools import Prefix, complete_chunk
 from calm_jax.sampling.samplers import SAMPLERS, check_sampler, sample_chunk
 from tests.sampling import laws
@@ -86,6 +86,11 @@ def choice_law(counts, n, leave_out):
         left = [math.comb(max(c - n, 0), n) for c in counts]
         weight = [w / (1 + sum(weight) - w + y) for w, y in zip(weight, left, strict=True)]
     return np.array(weight) / sum(weight)
+
+
+def test_no_more_draws_are_kept_back_than_are_compared_in_pairs():
+    config = config_of(0.4, "pooled", max_draws=2**22, num_candidates=2**20)
+    assert search.kept_back(config, 3) == MOST_COMPARED
 
 
 # --- Exact samplers -----------------------------------------------------------------------------
