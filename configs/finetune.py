@@ -33,6 +33,7 @@ def get_config(folder: str = "") -> ConfigDict:
     config.stage = "lm"
     config.autoencoder.checkpoint = ""
 
+    was_finetuned = bool(config.data.prompt_field)
     config.data.train_files = ""
     config.data.mixture = ()
     config.data.autoencoder_files = ""
@@ -45,11 +46,12 @@ def get_config(folder: str = "") -> ConfigDict:
     data.append_eos = True
     data.align_documents_to_chunks = True
 
-    # A quarter of the weight of the decoded Brier loss. With the whole weight, this loss is mostly noise to the head where records
+    # A quarter of the weight that the decoded Brier loss had in training on text. With the whole weight, this loss is mostly noise to the head where records
     # are few; without it, the model forgets text that is mixed with them (docs/training.md). The loss needs no delay, because the
     # head has already learnt to draw latents that decode to text.
     if "decoded_brier_weight" in config.lm.head:
-        config.lm.head.decoded_brier_weight /= 4
+        if not was_finetuned:
+            config.lm.head.decoded_brier_weight /= 4
         config.lm.head.decoded_brier_delay = 0
         # At 1, answers that all draws decode wrongly for certain stay wrong (docs/training.md).
         config.lm.head.decoded_brier_temperature = 3.0
