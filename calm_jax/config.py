@@ -324,7 +324,7 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
             yield f"{path}{key}", list(value) if isinstance(value, tuple) else value
 
 
-# Keys that decide which parameters a model has and what they mean. No command may load a workdir's parameters with other
+# Keys that decide which parameters a model has, what they mean and how they are scored. No command may load a workdir's parameters with other
 # values of these keys.
 MODEL_KEYS = (
     "chunk_size",

@@ -95,6 +95,9 @@ def test_an_added_head_trains_and_an_added_sampler_generates(extended, tmp_path)
     run.log.close()
     losses = [one["loss"] for one in run.log.records]
     assert losses[-1] < losses[0]
+    # The head's own layers are no stack, though they have the name of one.
+    norms = {name for name in run.log.records[0] if name.startswith("update_norm/head")}
+    assert norms == {"update_norm/head"}
 
     generator = Generator(run.lm_task, params, frozen, run.tokenizer, config)
     texts = [generator.generate(["abcd"], seed=seed)[0].tokens for seed in (0, 1)]

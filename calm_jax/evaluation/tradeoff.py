@@ -8,7 +8,7 @@ context), K tokens per chunk.
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -229,15 +229,12 @@ def measure(
     has_autoencoder = bool(frozen)
     contexts = list(_contexts(blocks, task, config, pad_id))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    read = [
-        _read(
-            task.bind,
-            params,
-            frozen,
-            *jax.device_put((one.token_1LK, one.documents), replicated),
-        )
-        for one in contexts
-    ]
+
+    def read(one: _Contexts) -> tuple[Array, Any]:
+        # Anew for each point, as the caches of all blocks may not fit into a device's memory.
+        given = jax.device_put((one.token_1LK, one.documents), replicated)
+        return jax.block_until_ready(_read(task.bind, params, frozen, *given))
+
     points = []
     for way in chosen:
         points.append(_point(task, params, frozen, contexts, read, way))
@@ -252,10 +249,15 @@ def measure(
             [
                 multihost.fetch_global(
                     _collision(
-                        task.bind, params, frozen, h_1LD[0, one.chunk_P - 1], one.key_P, num_draws
+                        task.bind,
+                        params,
+                        frozen,
+                        read(one)[0][0, one.chunk_P - 1],
+                        one.key_P,
+                        num_draws,
                     )
                 )
-                for one, (h_1LD, _) in zip(contexts, read, strict=True)
+                for one in contexts
             ]
         )
         result["collision_probability"] = {
@@ -274,12 +276,13 @@ def _point(
     params: Params,
     frozen: Params,
     contexts: list[_Contexts],
-    read: list,
+    read: Callable[[_Contexts], tuple[Array, Any]],
     way: SamplerConfig,
 ) -> dict[str, Any]:
     sums: Any
     sums, seconds, num_rows = None, 0.0, 0
-    for index, (one, (h_1LD, cache)) in enumerate(zip(contexts, read, strict=True)):
+    for index, one in enumerate(contexts):
+        h_1LD, cache = read(one)
         run = functools.partial(
             _sample, task.bind, params, frozen, h_1LD, cache, one.chunk_P, one.key_P, way
         )
@@ -323,7 +326,7 @@ def _point(
     if way.temperature == 1 and frozen:
         point |= {"sampler": "model", "candidates": 0}
     for name in ("accuracy", "collision"):
-        values = brier.score(brier.BlockSums(*sums[name]))
+        values = brier.score(sums[name])
         point |= {name: values.brierlm, f"{name}_error": values.standard_error}
         point |= {f"{name}_{n}": value for n, value in enumerate(values.brier, 1)}
     return point | {

@@ -21,7 +21,7 @@ CHOICES = ("auto", "xla", "blocks", "cudnn", "splash")
 # The number of queries that `_in_blocks` processes at once.
 _QUERY_BLOCK = 128
 # The checkpoint name of the splash kernel's results, which the policies of `lm.model.remat` refer to.
-KEPT = "attention"
+ATTENTION = "attention"
 # Sides of the square tiles of scores that the splash kernel computes: multiples of 128, and larger ones are faster.
 _LARGEST_TILE, _SMALLEST_TILE = 512, 128
 
@@ -287,7 +287,7 @@ def _splash_on_one_device(
         block_sizes=splash.BlockSizes(*[tile] * 8),  # type: ignore[arg-type]  # its first eight fields
         head_shards=1,
         q_seq_shards=1,
-        residual_checkpoint_name=KEPT,
+        residual_checkpoint_name=ATTENTION,
         interpret=target_device().platform == "cpu",
     )
     # The kernel does not scale the queries.

@@ -5,7 +5,7 @@ and latents, so that the latent space is smooth enough for a language model to p
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ from calm_jax.errors import UserError, require_at_least, require_positive
 from calm_jax.losses import Posterior, clamped_kl
 from calm_jax.models import vocabulary
 from calm_jax.models.layers import SwiGLU, linear, linear_in_float32, look_up, normal_init
-from calm_jax.models.stack import scanned
+from calm_jax.models.stack import Stacks, scanned
 from calm_jax.parallel.constraints import constrain, unrolled_in_training
 
 
@@ -97,6 +97,12 @@ class Autoencoder(nn.Module):
     vocab_size: int
     chunk_size: int
     dtype: DTypeLike
+    stacks: ClassVar[Stacks] = (
+        ("encoder_token_layers",),
+        ("encoder_chunk_layers",),
+        ("decoder_chunk_layers",),
+        ("decoder_token_layers",),
+    )
 
     def setup(self):
         config, dtype = self.config, self.dtype

@@ -24,8 +24,8 @@ from calm_jax.parallel.constraints import GPUS
 Stacks = tuple[tuple[str, ...], ...]
 # JAX's names of the platforms for which `for_generation` takes layers apart. TPUs copy no kernels out of stacked ones.
 _PLATFORMS = ("cpu", *GPUS)
-# Linear layers without biases that have the same input, by the module of backbone or autoencoder that has them; the layer that
-# computes all of them in one product; and the axis of their kernels along which its kernel has theirs, side by side. Heads have no
+# Linear layers without biases that have the same input, and are merged into one layer: by the module of backbone or autoencoder
+# that has them, their names, the name of the merged layer, and the axis along which their kernels are concatenated. Heads have no
 # such layers, and one from outside of the package may use these names for others.
 _MERGED = {
     "attention": (("query", "key", "value"), "query_key_value", -2),

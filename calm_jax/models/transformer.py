@@ -20,12 +20,12 @@ from calm_jax.parallel.devices import target_device
 # For each `lm.model.remat`, the policy that says which values of a layer are kept for the backward pass; None keeps all.
 # The policy of "auto" does not matter: it is replaced before a training step is compiled, and nothing else has a backward
 # pass.
-_KEPT = {
+_REMAT_POLICIES = {
     "auto": None,
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     # Keeps products with weights and the results of the splash kernel, but never the attention scores.
-    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, attention.KEPT),
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, attention.ATTENTION),
 }
 
 
@@ -45,7 +45,7 @@ class TransformerConfig:
     attention: str
 
     def __post_init__(self):
-        require_one_of("lm.model.remat", self.remat, _KEPT)
+        require_one_of("lm.model.remat", self.remat, _REMAT_POLICIES)
         require_one_of("lm.model.attention", self.attention, attention.CHOICES)
         sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         require_at_least(1, self, "lm.model.", *sizes)
@@ -166,7 +166,7 @@ class Transformer(nn.Module):
             unroll = unrolled(config.num_layers)
             if memory.key.size and target_device().platform == "cpu":
                 read = UnslicedLayer(memory, jnp.arange(config.num_layers))
-        kept = _KEPT[config.remat]
+        kept = _REMAT_POLICIES[config.remat]
         block = Block if kept is None else nn.remat(Block, prevent_cse=unroll > 1, policy=kept)
         in_axes = _per_layer(read), nn.broadcast
         layers = stack(

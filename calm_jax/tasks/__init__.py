@@ -7,7 +7,7 @@ language_model.py with stage 2; latents.py has the metrics that compare draws wi
 
 from calm_jax.tasks.autoencoder import AutoencoderTask
 from calm_jax.tasks.autoregressive import AutoregressiveTask
-from calm_jax.tasks.base import Batch, Metrics, Params, Task
+from calm_jax.tasks.base import Batch, Metrics, Params, Stacks, Task
 from calm_jax.tasks.calm import CalmTask
 
 LmTask = CalmTask | AutoregressiveTask
@@ -20,5 +20,6 @@ __all__ = [
     "LmTask",
     "Metrics",
     "Params",
+    "Stacks",
     "Task",
 ]

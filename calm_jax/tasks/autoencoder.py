@@ -9,7 +9,10 @@ from jax import Array
 
 from calm_jax.data.packing import MASKED
 from calm_jax.losses import cross_entropy
+from calm_jax.models import vocabulary
 from calm_jax.models.autoencoder import Autoencoder
+from calm_jax.models.stack import Stacks
+from calm_jax.parallel.constraints import rows_per_device
 from calm_jax.sampling.chunk_model import at_once
 from calm_jax.tasks.base import Batch, Metrics, Params, chunks, flatten, ratio, split_keys, total
 from calm_jax.tasks.latents import COLLAPSED, Moments
@@ -45,6 +48,11 @@ class AutoencoderTask:
     model: Autoencoder
     pad_id: int
     random_chunks: float = 0.0
+
+    @property
+    def stacks(self) -> Stacks:
+        """See `Task.stacks`."""
+        return self.model.stacks
 
     def init(self, key: Array) -> Params:
         """See `Task.init`."""
@@ -94,7 +102,7 @@ class AutoencoderTask:
             is_text_BK = is_target_BK & (targets_BK != self.pad_id)
             counted_B = is_text_BK.any(-1)
             metrics: dict[str, Any] = {
-                "posterior_std": (posterior.std.mean(-1) @ counted_B, counted_B.sum()),
+                "posterior_std": total(posterior.std.mean(-1), counted_B),
                 "posterior_mean": Moments.of(posterior.mean[:, None], counted_B),
             }
             for source, latent_BZ in (
@@ -102,7 +110,8 @@ class AutoencoderTask:
                 ("from_mean", posterior.mean),
             ):
                 logits_BKV: Any = self.model.apply({"params": params}, latent_BZ, method="decode")
-                right_BK = logits_BKV.argmax(-1) == targets_BK
+                best_R = vocabulary.argmax(logits_BKV.reshape(-1, logits_BKV.shape[-1]))
+                right_BK = best_R.reshape(targets_BK.shape) == targets_BK
                 metrics |= {
                     f"token_accuracy_{source}": ((right_BK & is_text_BK).sum(), is_text_BK.sum()),
                     f"chunk_accuracy_{source}": (
@@ -119,13 +128,14 @@ class AutoencoderTask:
         eps_BLZ = jax.vmap(lambda key: jax.random.normal(key, shape))(key_B)
         over_L = [x.swapaxes(0, 1) for x in (tokens_BLK, targets_BLK, eps_BLZ)]
         # A few chunks of every row at a time, so that the logits of a whole block are never stored.
-        size = len(tokens_BLK) * self.model.chunk_size * self.model.vocab_size
+        rows = rows_per_device(len(tokens_BLK))
+        size = rows * self.model.chunk_size * self.model.vocab_size
         sums = jax.lax.map(lambda xs: of_position(*xs), tuple(over_L), batch_size=at_once(size))
         return jax.tree.map(lambda x_L: x_L.sum(0, dtype=jnp.float32), sums)
 
     def report(self, sums: Any) -> dict[str, float]:
         """See `Task.report`."""
         pairs = dict(sums)
-        variance_Z = Moments(*pairs.pop("posterior_mean")).variance()
+        variance_Z = pairs.pop("posterior_mean").variance()
         values = {name: ratio(pair) for name, pair in pairs.items()}
         return values | {"collapsed_dimensions": float((variance_Z < COLLAPSED).sum())}

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from calm_jax.models.stack import Stacks
+
 Params = dict[str, Any]
 Batch = dict[str, Array]
 # A metric is a (sum, weight) pair. Pairs are added up, and divided once on the host, so that a mean is right with masks,
@@ -22,6 +24,11 @@ class Task(Protocol):
     so that a batch may be split over devices, processes or microbatches without changing a draw. `frozen` are
     parameters that are not trained ({} if there are none).
     """
+
+    @property
+    def stacks(self) -> Stacks:
+        """The paths of the stacks of equal layers in the trained parameters; axis 0 of a stack's parameters counts layers."""
+        ...
 
     def init(self, key: Array) -> Params:
         """Fresh float32 parameters."""

@@ -1,7 +1,6 @@
 """Stage 2: the language model, which predicts the latents of a frozen autoencoder (paper, section 3)."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM
 from calm_jax.models.kv_cache import SegmentIds
 from calm_jax.models.stack import Stacks
+from calm_jax.parallel.constraints import rows_per_device
 from calm_jax.rng import named
 from calm_jax.sampling.chunk_model import ChunkModel, at_once
 from calm_jax.tasks import latents
@@ -87,13 +87,15 @@ class CalmTask:
         """The frozen autoencoder's posterior of chunks of true tokens [P, K], without dropout."""
         return jax.lax.stop_gradient(self._frozen(frozen, "encode", tokens_PK))
 
-    def target(self, frozen: Params, tokens_PK: Array, step: Array | None) -> Target:
+    def target(
+        self, frozen: Params, posterior: Posterior, tokens_PK: Array, step: Array | None
+    ) -> Target:
         """The target of the head's loss for chunks of true tokens [P, K]; `step` is None in evaluation."""
 
         def decode(latent_RZ: Array) -> Array:
             return self._frozen(frozen, "decode", latent_RZ)
 
-        return Target(self.posterior(frozen, tokens_PK), tokens_PK, decode, step)
+        return Target(posterior, tokens_PK, decode, step)
 
     def hidden(
         self, params: Params, tokens_BLK: Array, documents: SegmentIds | None = None
@@ -114,7 +116,8 @@ class CalmTask:
         """
         tokens_BLK, targets_BLK = chunks(batch, self.chunk_size)
         h_BLD = self.hidden(params, tokens_BLK, documents_of(batch, self.chunk_size))
-        target = self.target(frozen, flatten(tokens_BLK[:, 1:]), step)
+        next_PK = flatten(tokens_BLK[:, 1:])
+        target = self.target(frozen, self.posterior(frozen, next_PK), next_PK, step)
         key_P = flatten(split_keys(key_B, tokens_BLK.shape[1] - 1))
         loss_P = call(self.model, {"params": params}, "loss", flatten(h_BLD), target, key_P)
         counted_P = flatten(counted_chunks(0, targets_BLK))
@@ -135,19 +138,23 @@ class CalmTask:
         num_draws = brier.chunks_of(self.chunk_size)
         key_BLJ = predicted_keys(key_B, num_chunks, 1 + num_draws)
 
-        def loss_of(xs: tuple[Array, Array, Array]) -> Array:
-            h_BD, tokens_BK, key_B = xs
-            target = self.target(frozen, tokens_BK, None)
+        def loss_of(xs: tuple[Array, Posterior, Array, Array]) -> Array:
+            h_BD, posterior, tokens_BK, key_B = xs
+            target = self.target(frozen, posterior, tokens_BK, None)
             return call(self.model, {"params": params}, "loss", h_BD, target, key_B)
 
         documents = documents_of(batch, self.chunk_size)
         h_BLD = self.hidden(params, tokens_BLK, documents)
-        over_L = (h_BLD, tokens_BLK[:, 1:], key_BLJ[..., num_draws])
-        width = self.model.config.hidden_size
+        posterior_BL = jax.tree.map(
+            lambda x_PZ: x_PZ.reshape(rows, num_chunks - 1, -1),
+            self.posterior(frozen, flatten(tokens_BLK[:, 1:])),
+        )
+        over_L = (h_BLD, posterior_BL, tokens_BLK[:, 1:], key_BLJ[..., num_draws])
+        width, num_samples = self.model.config.hidden_size, self.model.head.config.num_samples
         loss_LB = jax.lax.map(
             loss_of,
             jax.tree.map(lambda x: x.swapaxes(0, 1), over_L),
-            batch_size=at_once(rows * width * self.model.head.config.num_samples),
+            batch_size=at_once(rows_per_device(rows) * width * num_samples),
         )
         model = self.bind(params, frozen)
         counted_BL = counted_chunks(self.protocol.first_token, targets_BLK)
@@ -156,11 +163,10 @@ class CalmTask:
             "loss": total(loss_LB.T, counted_BL),
             "latents": latents.latent_sums(
                 model,
-                functools.partial(self.posterior, frozen),
+                posterior_BL,
                 # The exponent of the energy score; heads that have none are compared with the paper's exponent, 1.
                 getattr(self.model.head.config, "beta", 1.0),
                 h_BLD,
-                tokens_BLK[:, 1:],
                 split_keys(latents_key_B, num_chunks - 1),
                 counted_BL,
                 counted_chunks(0, targets_BLK),

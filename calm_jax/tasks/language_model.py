@@ -110,7 +110,7 @@ def predicted_keys(key_B: Array, num_chunks: int, num_keys: int) -> Array:
 
 def report(sums: Any) -> dict[str, float]:
     """The loss and the values of BrierLM (see `brier.as_values`)."""
-    score = brier.score(brier.BlockSums(*sums["brier"]))
+    score = brier.score(sums["brier"])
     return {"loss": ratio(sums["loss"])} | brier.as_values(score)
 
 

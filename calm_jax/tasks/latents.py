@@ -4,7 +4,6 @@ They are the same for all latent heads, also for those that are not trained by t
 N draws of the model and M of the posterior for each, Z latent size.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from calm_jax.losses import Posterior, energy_terms
+from calm_jax.parallel.constraints import rows_per_device
 from calm_jax.sampling.chunk_model import ChunkModel, at_once
 from calm_jax.tasks.base import Metrics, ratio, total
 
@@ -60,10 +60,9 @@ class LatentSums(NamedTuple):
 
 def latent_sums(
     model: ChunkModel,
-    posterior: Callable[[Array], Posterior],
+    posterior_BL: Posterior,
     beta: float,
     h_BLD: Array,
-    tokens_BLK: Array,
     key_BL: Array,
     counted_BL: Array,
     is_whole_BL: Array,
@@ -76,29 +75,27 @@ def latent_sums(
 
     Args:
       model: the model's `ChunkModel` interface.
-      posterior: the autoencoder's encoder, [B, K] -> posteriors of B chunks.
+      posterior_BL: the autoencoder's posteriors of the predicted chunks.
       beta: the exponent of the energy score's distances.
       h_BLD: the hidden states that predict the chunks.
-      tokens_BLK: the predicted chunks.
       key_BL: a random key for each predicted chunk.
       counted_BL: bool, which chunks count.
       is_whole_BL: bool, which chunks have no masked token.
     """
-    rows, num_chunks, _ = tokens_BLK.shape
+    rows, num_chunks, width = h_BLD.shape
 
-    def elsewhere(x_BL: Array) -> Array:
-        return jnp.roll(x_BL, num_chunks // 2, axis=1)
+    def elsewhere(tree: Any) -> Any:
+        return jax.tree.map(lambda x_BL: jnp.roll(x_BL, num_chunks // 2, axis=1), tree)
 
-    def of_chunk(xs: tuple[Array, ...]) -> LatentSums:
-        h_BD, tokens_BK, other_BK, key_B, counted_B, both_B = xs
+    def of_chunk(xs: tuple[Any, ...]) -> LatentSums:
+        h_BD, of_target, of_other, key_B, counted_B, both_B = xs
         key_B, target_key_B = jax.vmap(jax.random.split, out_axes=1)(key_B)
         x_BNZ = model.latents(h_BD, _DRAWS, key_B, 1)
-        of_target = posterior(tokens_BK)
         shape = (_TARGET_DRAWS, x_BNZ.shape[-1])
         eps_BMZ = jax.vmap(lambda key: jax.random.normal(key, shape))(target_key_B)
         t_BMZ = of_target.mean[:, None] + of_target.std[:, None] * eps_BMZ
         fidelity_B, diversity_B = energy_terms(x_BNZ, of_target, eps_BMZ, beta)
-        far_B, _ = energy_terms(x_BNZ, posterior(other_BK), eps_BMZ, beta)
+        far_B, _ = energy_terms(x_BNZ, of_other, eps_BMZ, beta)
         # No model can do better than to draw from the posterior itself. The energy loss is then the mean distance of such draws.
         _, floor_B = energy_terms(t_BMZ, of_target, eps_BMZ, beta)
         means = {
@@ -112,20 +109,21 @@ def latent_sums(
         }
         return LatentSums(means, Moments.of(x_BNZ, counted_B), Moments.of(t_BMZ, counted_B))
 
-    other_BLK, both_BL = elsewhere(tokens_BLK), counted_BL & elsewhere(is_whole_BL)
+    both_BL = counted_BL & elsewhere(is_whole_BL)
     over_L = jax.tree.map(
-        lambda x: x.swapaxes(0, 1), (h_BLD, tokens_BLK, other_BLK, key_BL, counted_BL, both_BL)
+        lambda x: x.swapaxes(0, 1),
+        (h_BLD, posterior_BL, elsewhere(posterior_BL), key_BL, counted_BL, both_BL),
     )
-    width = max(h_BLD.shape[-1], jax.eval_shape(posterior, tokens_BLK[:, 0]).mean.shape[-1])
+    width = max(width, posterior_BL.mean.shape[-1])
     # Array elements per chunk position: the energy terms compare all pairs of N = M draws.
-    size = rows * width * _DRAWS**2
+    size = rows_per_device(rows) * width * _DRAWS**2
     sums_L = jax.lax.map(of_chunk, over_L, batch_size=at_once(size))
     return jax.tree.map(lambda x_L: x_L.sum(0), sums_L)
 
 
 def report(sums: LatentSums) -> dict[str, float]:
     """The metrics by name. Variances are sums over the Z dimensions."""
-    draws_Z, targets_Z = Moments(*sums.draws).variance(), Moments(*sums.targets).variance()
+    draws_Z, targets_Z = sums.draws.variance(), sums.targets.variance()
     values = {name: ratio(pair) for name, pair in sums.means.items()}
     return values | {
         "draw_variance": float(draws_Z.sum()),

@@ -20,7 +20,7 @@ from calm_jax.cli.clock import ends_if_set_back
 from calm_jax.cli.files import open_regular, os_errors, sync, sync_tree
 from calm_jax.errors import UserError, require_at_least
 from calm_jax.parallel import multihost
-from calm_jax.parallel.mesh import shardings
+from calm_jax.parallel.mesh import sharded_shapes
 from calm_jax.parallel.multihost import AgreedError
 from calm_jax.training import tensorstore_leak
 from calm_jax.training.checksums import checksums
@@ -55,15 +55,6 @@ class CheckpointConfig:
 
     def __post_init__(self):
         require_at_least(1, self, "checkpoint.", "keep")
-
-
-def _abstract(tree: Any, mesh: Mesh) -> Any:
-    """Shapes, dtypes and shardings of a tree, for Orbax to restore."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        tree,
-        shardings(tree, mesh),
-    )
 
 
 class _Manager(ocp.CheckpointManager):
@@ -176,8 +167,8 @@ class Checkpointer:
           UserError: if the checkpoint cannot be read, or is not what was saved.
         """
         items = {
-            _PARAMS: ocp.args.StandardRestore(_abstract(params, mesh)),
-            _TRAINING: ocp.args.StandardRestore(_abstract(training, mesh)),
+            _PARAMS: ocp.args.StandardRestore(sharded_shapes(params, mesh)),
+            _TRAINING: ocp.args.StandardRestore(sharded_shapes(training, mesh)),
         }
         with _errors_named(self.folder, self.latest_step):
             restored = self._manager.restore(self.latest_step, args=ocp.args.Composite(**items))
@@ -508,7 +499,7 @@ def load_params(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:
         if not is_step:
             raise ValueError(f"{_STEP!r} in {_ABOUT!r} is no step")
         with ocp.StandardCheckpointer() as checkpointer:
-            params = checkpointer.restore(path / _PARAMS, _abstract(like, mesh))
+            params = checkpointer.restore(path / _PARAMS, sharded_shapes(like, mesh))
     check_step(folder, step, about.get(_STEP, step))
     _check(folder, step, stored, {_PARAMS: params})
     return params

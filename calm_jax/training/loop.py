@@ -24,7 +24,7 @@ from calm_jax.tasks import Params, Task
 from calm_jax.tasks.base import ratio
 from calm_jax.training.checkpoint import Checkpointer, check_step
 from calm_jax.training.log import MetricsLog
-from calm_jax.training.norms import make_norms
+from calm_jax.training.norms import by_layer, make_norms
 from calm_jax.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from calm_jax.training.step import (
     TrainingConfig,
@@ -163,7 +163,7 @@ class Trainer:
         step = make_step(stage.task, optimizer, config, key, pad_id)
         self._update = stage.compiled or jit_step(step, self._state, mesh)
         replicated = NamedSharding(mesh, PartitionSpec())
-        norms = make_norms(stage.optimizer, config.num_steps)
+        norms = make_norms(stage.optimizer, config.num_steps, stage.task.stacks)
         self._norms = jax.jit(norms, out_shardings=replicated)
         self._to_host = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=replicated)
 
@@ -282,7 +282,7 @@ class Trainer:
         state = self._state
         self._check_finite()
         metrics, skipped = jax.device_get(self._to_host((state.metrics, state.nonfinite_total)))
-        norms = jax.device_get(self._norms(state.params, state.opt_state))
+        norms = by_layer(self._norms(state.params, state.opt_state))
         values = {name: ratio(pair) for name, pair in metrics.items()}
         now = time.monotonic()
         self._seconds += now - self._logged_at

@@ -8,27 +8,25 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from calm_jax.tasks import Params
+from calm_jax.tasks import Params, Stacks
 from calm_jax.training.optimizer import OptimizerConfig, decayed, make_schedule
 
-
-def _layers(path: tuple[Any, ...], leaf: Array) -> list[str]:
-    """The layers that a parameter belongs to: its top-level module, or for stacked layers one for each index of axis 0."""
-    names = [entry.key for entry in path]
-    for depth, name in enumerate(names[:-1], 1):
-        if name.endswith(("layers", "blocks")):
-            return [f"{'/'.join(names[:depth])}/{index}" for index in range(leaf.shape[0])]
-    return [names[0]]
+# Norms by module: one for each top-level module, and for a stack of layers a vector with one for each layer.
+Norms = dict[str, Array]
 
 
-def _norms(tree: Params) -> dict[str, Array]:
-    """The norm of each layer's parameters."""
-    squares: dict[str, Array] = {}
+def _norms(tree: Params, stacks: Stacks) -> Norms:
+    squares: Norms = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        layers = _layers(path, leaf)
-        for layer, x in zip(layers, leaf.reshape(len(layers), -1), strict=True):
-            squares[layer] = squares.get(layer, jnp.float32(0)) + (x.astype(jnp.float32) ** 2).sum()
-    return {layer: jnp.sqrt(square) for layer, square in squares.items()}
+        names = tuple(entry.key for entry in path)
+        stack = next((stack for stack in stacks if names[: len(stack)] == stack), None)
+        x = leaf.astype(jnp.float32) ** 2
+        if stack is None:
+            module, square = names[0], x.sum()
+        else:
+            module, square = "/".join(stack), x.reshape(len(x), -1).sum(1)
+        squares[module] = squares.get(module, jnp.float32(0)) + square
+    return jax.tree.map(jnp.sqrt, squares)
 
 
 def last_update(config: OptimizerConfig, num_steps: int, params: Params, opt_state: Any) -> Params:
@@ -50,17 +48,29 @@ def last_update(config: OptimizerConfig, num_steps: int, params: Params, opt_sta
 
 
 def make_norms(
-    config: OptimizerConfig, num_steps: int
-) -> Callable[[Params, Any], dict[str, Array]]:
-    """A function (parameters, optimizer's state) -> norms by name: `parameter_norm/LAYER` and `update_norm/LAYER`."""
+    config: OptimizerConfig, num_steps: int, stacks: Stacks
+) -> Callable[[Params, Any], dict[str, Norms]]:
+    """A function (parameters, optimizer's state) -> norms of both kinds, "parameter_norm" and "update_norm".
 
-    def norms(params: Params, opt_state: Any) -> dict[str, Array]:
-        trees = {"parameter_norm": params}
-        trees["update_norm"] = last_update(config, num_steps, params, opt_state)
-        return {
-            f"{name}/{layer}": norm
-            for name, tree in trees.items()
-            for layer, norm in _norms(tree).items()
-        }
+    Args:
+      config, num_steps: those of the optimizer.
+      stacks: the paths of the stacks of layers in the parameters.
+    """
+
+    def norms(params: Params, opt_state: Any) -> dict[str, Norms]:
+        update = last_update(config, num_steps, params, opt_state)
+        return {"parameter_norm": _norms(params, stacks), "update_norm": _norms(update, stacks)}
 
     return norms
+
+
+def by_layer(norms: dict[str, Norms]) -> dict[str, float]:
+    """The norms by the name of their metric: KIND/MODULE, or KIND/STACK/INDEX for each layer of a stack."""
+    values: dict[str, float] = {}
+    for kind, of_kind in norms.items():
+        for module, norm in jax.device_get(of_kind).items():
+            if norm.ndim:
+                values |= {f"{kind}/{module}/{index}": float(x) for index, x in enumerate(norm)}
+            else:
+                values[f"{kind}/{module}"] = float(norm)
+    return values

@@ -131,7 +131,7 @@ def test_the_frozen_autoencoder_multiplies_at_the_highest_precision(monkeypatch)
     latent_RZ = jnp.zeros((3, config.autoencoder.model.latent_size))
 
     def encoded_and_decoded(frozen, tokens_PK, latent_RZ):
-        target = task.target(frozen, tokens_PK, None)
+        target = task.target(frozen, task.posterior(frozen, tokens_PK), tokens_PK, None)
         logit_RKV, pull = jax.vjp(target.decode, latent_RZ)
         model = task.bind({}, frozen)
         return target.posterior, pull(logit_RKV), model.decode(latent_RZ[None])

@@ -55,15 +55,12 @@ def of_rows(model, std, counted=None, whole=None, seed=0) -> tuple[list[dict], n
     every = np.ones((ROWS, CHUNKS), bool)
     counted, whole = every if counted is None else counted, every if whole is None else whole
 
-    def posterior(tokens_BK):
-        mean_BZ = jnp.asarray(MEAN_VZ)[tokens_BK[:, 0]]
-        return Posterior(mean_BZ, jnp.full_like(mean_BZ, math.log(std) if std else -jnp.inf))
-
     @jax.jit
     def sums(kind_BL, key_BL, counted, whole):
         h_BLD = jnp.asarray(MEAN_VZ)[kind_BL]
-        given = h_BLD, kind_BL[..., None], key_BL, counted, whole
-        return latents.latent_sums(model, posterior, 1.0, *given)
+        log_std_BLZ = jnp.full_like(h_BLD, math.log(std) if std else -jnp.inf)
+        posterior_BL = Posterior(h_BLD, log_std_BLZ)
+        return latents.latent_sums(model, posterior_BL, 1.0, h_BLD, key_BL, counted, whole)
 
     key_BL = jax.random.split(jax.random.key(seed), (ROWS, CHUNKS))
     parts = [

@@ -433,13 +433,13 @@ def test_a_checkpoint_that_a_training_deletes_meanwhile_is_not_called_damaged(
     tmp_path, monkeypatch
 ):
     saved = save(tmp_path / "lm")
-    abstract = checkpoint._abstract
+    sharded_shapes = checkpoint.sharded_shapes
 
     def train_on(*args):
         (tmp_path / "lm" / "20").rename(tmp_path / "lm" / "30")
-        return abstract(*args)
+        return sharded_shapes(*args)
 
-    monkeypatch.setattr(checkpoint, "_abstract", train_on)
+    monkeypatch.setattr(checkpoint, "sharded_shapes", train_on)
     refused = r"^the checkpoint \S+/20 was deleted or replaced while it was being read, .*the same command again$"
     with jax.set_mesh(mesh_of(1, 1, 1)), pytest.raises(UserError, match=refused):
         load_params(tmp_path / "lm", saved[20][0], mesh_of(1, 1, 1))

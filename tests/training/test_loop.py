@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import signal
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +181,7 @@ class Fragile:
     """A task with a quadratic loss, which on a batch that holds the token 255 is NaN or overflows in bfloat16."""
 
     overflows: bool = False
+    stacks: ClassVar[tuple] = ()
 
     def init(self, key):
         return {"kernel": jnp.ones(2)}

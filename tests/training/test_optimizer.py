@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from calm_jax.training import optimizer
-from calm_jax.training.norms import make_norms
+from calm_jax.training.norms import by_layer, make_norms
 
 
 def tiny_tree():
@@ -109,11 +109,11 @@ def test_logged_norms_are_those_of_the_parameters_and_of_the_last_change(warmup_
 
     config = optimizer_config(schedule="cosine", warmup_steps=warmup_steps, learning_rate=0.01)
     make, params = optimizer.make_optimizer(config, 24), tree(1.0)
-    state, norms_of = make.init(params), jax.jit(make_norms(config, 24))
+    state, norms_of = make.init(params), jax.jit(make_norms(config, 24, (("backbone", "layers"),)))
     for _ in range(5):
         updates, state = make.update(tree(0.3), state, params)
         before, params = params, optax.apply_updates(params, updates)
-        norms = norms_of(params, state)
+        norms = by_layer(norms_of(params, state))
         change = jax.tree.map(jnp.subtract, params, before)
         for name, values in (("parameter_norm", params), ("update_norm", change)):
             backbone = values["backbone"]

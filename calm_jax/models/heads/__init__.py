@@ -1,6 +1,7 @@
 """Generative heads: a hidden state in, the next chunk out. `HEADS` maps the names of `lm.head.name` to heads and configs.
 
-A latent head (energy, diffusion, flow) is a Flax module with two methods:
+A latent head (energy, diffusion, flow) is a Flax module with an attribute `config`, whose `num_samples` is the number of draws that
+its loss makes at a position, and two methods, whose parameters have these names:
 
 * `loss(h_PD, target, key_P)` -> float32 [P]: the loss at each position against the next chunk, a
   `calm_jax.losses.Target`. The head gets the autoencoder's posterior and not a sample of it, so that each head draws as

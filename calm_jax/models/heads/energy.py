@@ -136,8 +136,8 @@ class EnergyHead(nn.Module):
             condition_PD = layer_norm(epsilon, dtype, "hidden_norm")(
                 linear(width, dtype, "hidden")(h_PD)
             )
-            # The backward pass keeps products alone, of N draws at each position, and computes norms and activations again: on
-            # accelerators a step is bound by memory, and they are what would pass through it.
+            # Only the results of products are kept for the backward pass, which computes norms and activations again: on
+            # accelerators reading and writing those of N draws at each position would take longer.
             kept = jax.checkpoint_policies.save_only_these_names(PRODUCT)
             unroll = (unrolled if has_few_rows(x_PND) else unrolled_in_training)(
                 self.config.num_blocks
