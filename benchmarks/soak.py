@@ -181,13 +181,12 @@ def _serve(soak: _Soak) -> None:
     workdir = soak.root / "served"
     if not workdir.exists():
         tiny().save(workdir)
-    soak.began = time.monotonic()
     texts: dict[str, str] = {}
     done: collections.Counter[str] = collections.Counter()
 
     def client(number: int, address: str) -> None:
         chance = random.Random(f"{_SEED.value} {number}")
-        while soak.left > 5:
+        while soak.left > min(5, 30 * _MINUTES.value):
             try:
                 asked = _ask(address, chance)
                 assert asked is None or texts.setdefault(*asked) == asked[1], "another text"
@@ -198,6 +197,8 @@ def _serve(soak: _Soak) -> None:
                 time.sleep(1)
 
     with open(soak.log, "ab") as errors, server(str(workdir), errors) as (process, address):
+        # The server's start does not count.
+        soak.began = time.monotonic()
         with concurrent.futures.ThreadPoolExecutor(_CLIENTS) as pool:
             running = [pool.submit(client, number, address) for number in range(_CLIENTS)]
             soak.watch(process)

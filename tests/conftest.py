@@ -37,9 +37,15 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 # The files with the longest tests: begun last, one would keep its process busy for minutes while the others have nothing to do.
 LONGEST = (
+    "test_any_devices.py",
+    "test_benchmarks.py",
+    "test_damage.py",
     "test_faults.py",
+    "test_harness.py",
+    "test_loop.py",
     "test_notebooks.py",
     "test_processes.py",
+    "test_readme.py",
     "test_recipe.py",
     "test_soak.py",
 )

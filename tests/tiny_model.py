@@ -30,11 +30,13 @@ def random_params(task: Any, seed: int) -> dict:
     rng = np.random.default_rng(seed)
     shapes = flax.traverse_util.flatten_dict(jax.eval_shape(task.init, jax.random.key(0)), sep="/")
     params = {
+        # Cast by numpy: JAX would compile a program for each shape.
         path: jnp.asarray(
-            rng.normal(
-                path.endswith("scale"), 1.2 if path.startswith("head/") else 0.3, leaf.shape
-            ),
-            jnp.float32,
+            np.float32(
+                rng.normal(
+                    path.endswith("scale"), 1.2 if path.startswith("head/") else 0.3, leaf.shape
+                )
+            )
         )
         for path, leaf in shapes.items()
     }

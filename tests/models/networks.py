@@ -47,7 +47,7 @@ def random_like(shapes: Any, seed: int = 0, std: float = 0.3) -> dict:
     """Random parameters in the given shapes, none at an initial zero or one: scales around 1, all others around 0."""
     rng = np.random.default_rng(seed)
     flat = {
-        path: jnp.asarray(rng.normal(path.endswith("scale"), std, leaf.shape), jnp.float32)
+        path: jnp.asarray(np.float32(rng.normal(path.endswith("scale"), std, leaf.shape)))
         for path, leaf in flax.traverse_util.flatten_dict(shapes, sep="/").items()
     }
     return flax.traverse_util.unflatten_dict(flat, sep="/")

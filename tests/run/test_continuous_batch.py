@@ -95,7 +95,7 @@ def test_a_text_is_the_same_in_every_batch_and_whenever_its_prompt_comes(case):
     if case == "match":
         assert {one["alignment"] for one in expected} == {"match", "left", "whole"}
     rng = random.Random(0)
-    for num_places in (1, 2, 3, 8):
+    for num_places in (1, 3, 8):
         rows, batch = make_rows(case), generator.batch(num_places)
         order = rng.sample(range(len(rows)), len(rows))
         while order or not batch.is_idle:

@@ -94,7 +94,7 @@ def signalled(command: list[str], sent: signal.Signals, line: str, errors: pathl
 
 @pytest.mark.slow
 def test_a_run_that_signals_end_resumes_to_the_same_bits(finished, text_glob, tmp_path):
-    """SIGTERM in the first stage, which saves a checkpoint and ends with status 75, and SIGKILL in the second."""
+    """SIGTERM in the first stage, which saves a checkpoint and ends with status 75. (SIGKILL: test_ownership.py.)"""
     workdir, errors = tmp_path / "run", tmp_path / "err"
     command = command_of(text_glob, workdir)
     assert signalled(command, signal.SIGTERM, "autoencoder: step 4/", errors) == 75
@@ -102,23 +102,24 @@ def test_a_run_that_signals_end_resumes_to_the_same_bits(finished, text_glob, tm
         r"interrupted: SIGTERM: stage autoencoder is saved at step (\d+); .*", errors.read_text()
     )
     assert (workdir / "autoencoder" / message[1]).is_dir()
-    assert signalled(command, signal.SIGKILL, "lm: step 8/", errors) == -signal.SIGKILL
-    assert re.search(r"lm: resumed at step [468]\n", run(*command))
+    assert f"autoencoder: resumed at step {message[1]}\n" in run(*command)
     assert_same_bits(workdir, finished[0])
     assert metrics(workdir) == metrics(finished[0])
 
 
 @pytest.mark.slow
-def test_evaluation_measures_the_accuracy_diversity_plane(finished):
+def test_evaluation_measures_the_accuracy_diversity_plane_and_does_not_depend_on_the_batch_size(
+    finished,
+):
     record = evaluate(
         finished[0],
-        "--config.eval.num_samples=8",
+        "--config.eval.batch_size=3",
         "--config.eval.temperatures=(1.0,0.5)",
         "--config.eval.samplers=('pooled','noise')",
         "--config.eval.plane_contexts=8",
         "--config.eval.candidates=(8,)",
     )
-    assert record["eval"]["num_samples"] == 8
+    assert record["eval"]["batch_size"] == 3
     assert abs(datetime.datetime.fromisoformat(record["time"]).timestamp() - time.time()) < 3600
     points = record["plane"]["points"]
     assert [point["sampler"] for point in points] == ["model", "pooled", "noise"]
@@ -126,12 +127,19 @@ def test_evaluation_measures_the_accuracy_diversity_plane(finished):
     assert all(0 <= point["accuracy"] <= 100 and point["seconds"] > 0 for point in points)
     assert (finished[0] / "plane.png").read_bytes().startswith(b"\x89PNG")
     assert 0 < record["autoencoder"]["token_accuracy_from_mean"] <= 1
+    in_training = json.loads((finished[0] / "results.json").read_text())
+    for stage in ("autoencoder", "lm", "floor"):
+        for name, value in record[stage].items():
+            if name == "seconds":
+                continue
+            expected = in_training[stage][name]
+            assert value == expected or value == pytest.approx(expected, rel=1e-5), (stage, name)
 
 
 # --- Other heads and chunk sizes
 
 # Other heads and chunk sizes than the energy head with K = 4, which the other tests train.
-VARIANTS = ["head=diffusion,k=1", "k=2", "head=flow,k=3", "head=flow,k=16", "head=softmax"]
+VARIANTS = ["head=diffusion,k=1", "head=flow,k=3", "head=flow,k=16", "head=softmax"]
 
 
 @pytest.fixture(scope="session")
@@ -181,11 +189,19 @@ def test_every_head_and_chunk_size_trains_evaluates_and_generates(variant, varia
         again = {k: v for k, v in record[part].items() if k != "seconds"}
         assert again == {k: results[part][k] for k in again}
 
-    prompts = ("def ", "class ", "")
-    command = ["calm_jax.generate", f"--workdir={workdir}", "--temperature=1", "--max_tokens=20"]
+    prompts = ("def ", "import ", "class ", "    def __init__(self, ")
+    text = (workdir / "samples.txt").read_text()
+    assert re.findall(r"^--- prompt: '(.*)' ---$", text, re.MULTILINE) == list(prompts)
+    samples = [json.loads(line) for line in (workdir / "samples.jsonl").read_text().splitlines()]
+    # Texts of the baseline may end earlier, at eos.
+    lengths = [len(one["tokens"]) for one in samples]
+    assert sum(lengths) > 0 and max(lengths) <= 8 and (lengths == [8] * 4 or not has_autoencoder)
+    if variant not in ("head=flow,k=16", "head=softmax"):
+        return
     # With K = 16 the text is longer than the context of two chunks.
-    slide = "--long_context=slide"
-    text = run(*command, slide, *(f"--prompt={prompt}" for prompt in prompts))
+    command = [f"--workdir={workdir}", "--temperature=1", "--max_tokens=20"]
+    command += ["--long_context=slide", *(f"--prompt={prompt}" for prompt in prompts)]
+    (text,) = texts_of(command)
     assert text.startswith("def ") and "\nclass " in text
     # There is more text than the prompts and the empty lines between them.
     assert len(text) > sum(len(prompt) + 2 for prompt in prompts)
@@ -231,19 +247,6 @@ def test_evaluation_refuses_a_context_longer_than_every_document(variant_runs):
         status=2,
     )
     assert "eval.context_tokens=90000: no n-gram to score starts after this much context" in error
-
-
-@pytest.mark.slow
-def test_evaluation_does_not_depend_on_the_batch_size(finished):
-    workdir, _ = finished
-    in_training = json.loads((workdir / "results.json").read_text())
-    record = evaluate(workdir, "--config.eval.batch_size=3")
-    for stage in ("autoencoder", "lm", "floor"):
-        for name, value in record[stage].items():
-            if name == "seconds":
-                continue
-            expected = in_training[stage][name]
-            assert value == expected or value == pytest.approx(expected, rel=1e-5), (stage, name)
 
 
 @pytest.mark.slow

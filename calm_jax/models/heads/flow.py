@@ -116,4 +116,4 @@ def integer_times(num_steps: int) -> Array:
     """
     step = np.arange(num_steps)
     halves = np.stack([2 * step, 2 * step + 1], axis=-1)
-    return jnp.asarray(_TIME_UNITS * halves // (2 * num_steps), jnp.int32)
+    return jnp.asarray((_TIME_UNITS * halves // (2 * num_steps)).astype(np.int32))
