@@ -183,7 +183,8 @@ def _check_flags() -> None:
 @multihost_command
 def main(argv: list[str]) -> None:
     _check_flags()
-    options, config = _options(), resolve(_CONFIG.value)
+    recipe: Any = _CONFIG.value
+    options, config = _options(), resolve(recipe)
     about = measure.facts() | {"config": as_dict(config)}
     chosen = {name: value for name, value in vars(options).items() if name != "tree"}
     flag: Any = flags.FLAGS["config"]

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from typing import Any
 
 import flax.traverse_util
 import jax
@@ -85,9 +86,10 @@ def _write_random(folder: pathlib.Path, config: Config, tokenizer: Tokenizer) ->
     """
     folder.mkdir(parents=True)
     values = published.lm_values(config, tokenizer, "nowhere")
+    head: Any = config.lm.head
     (folder / "config.json").write_text(json.dumps(values))
     lm = (
-        names.calm_rows(config.lm.model, config.lm.head),
+        names.calm_rows(config.lm.model, head),
         make_lm_task(config, tokenizer, config.eval.published),
     )
     autoencoder = (

@@ -709,15 +709,14 @@ def _kept_programs() -> set[str]:
 def _reference(name: str, job: Job, jobs: dict[str, Job], root: pathlib.Path) -> dict:
     """Outcome, bytes, seconds and CPU seconds of an undisturbed command.
 
-    After a call that has kept compiled programs, a second one is measured, which takes as long as those of the trials. With one
-    trial of each fault the first call is enough, though later faults may then come too late.
+    After a call that has kept compiled programs, a second one is measured, which takes as long as those of the trials.
     """
     path = root / "reference" / f"{name}.json"
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
     (root / "reference").mkdir(exist_ok=True)
     output, log = root / "reference" / name, root / "reference" / "log.txt"
-    for _ in range(min(2, _TIMES.value)):
+    for _ in range(2):
         if output.is_dir():
             shutil.rmtree(output)
         if job.source:

@@ -38,7 +38,7 @@ def _cases(
     generator: Generator, workdir: Workdir, chunk_size: int
 ) -> list[tuple[list[int], list[int]]]:
     """Prompts, and the four tokens that follow each in its document."""
-    texts = [document.text for document in read_corpus(workdir.config).validation]
+    texts = [document.text for document in read_corpus(workdir.config, ("lm",)).validation]
     documents = [
         ids
         for ids in encode_documents(texts, generator.tokenizer)

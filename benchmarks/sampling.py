@@ -80,9 +80,7 @@ def _trained(folder: str) -> tuple[Bind, Any, Array]:
             f"--workdir={folder}: a softmax head has probabilities and needs no sampler"
         )
     config = workdir.config
-    blocks = Dataset(config, read_corpus(config, training=False), workdir.tokenizer).validation(
-        "lm"
-    )
+    blocks = Dataset(config, read_corpus(config, ("lm",)), workdir.tokenizer).validation("lm")
     hidden = []
     for place in range(_CONTEXTS.value):
         block = blocks[place * len(blocks) // _CONTEXTS.value]

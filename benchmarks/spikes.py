@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import rich.table
 from absl import app, flags
@@ -67,8 +68,9 @@ def _programs() -> tuple[Callable, Callable, Callable, TrainState]:
         jax.jit(make_step(task, make_optimizer(one, _STEPS), training, key, tokenizer.pad_id))
         for one in (rate, higher)
     )
-    held_out, key_B = _batch(np.random.default_rng(10**6)), jax.random.split(key, _ROWS)
-    loss = jax.jit(lambda params: task.loss(params, {}, held_out, key_B, 0)["loss"])
+    held_out = jax.tree.map(jnp.asarray, _batch(np.random.default_rng(10**6)))
+    key_B, step = jax.random.split(key, _ROWS), jnp.int32(0)
+    loss = jax.jit(lambda params: task.loss(params, {}, held_out, key_B, step)["loss"])
     optimizer, mesh = make_optimizer(rate, _STEPS), make_mesh(_MESH)
     return usual, spiking, loss, init_state(task, optimizer, {}, held_out, key, mesh)
 

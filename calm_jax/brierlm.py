@@ -93,7 +93,7 @@ def _folder() -> pathlib.Path:
 
 
 def _write(config: Config, tokenizer: Tokenizer, path: pathlib.Path) -> None:
-    text = Dataset(config, read_corpus(config, training=False), tokenizer)
+    text = Dataset(config, read_corpus(config, ("lm",)), tokenizer)
     given, number = references_of(config, text, tokenizer, _POSITIONS.value)
     lines = [json.dumps(dataclasses.asdict(one), ensure_ascii=False) + "\n" for one in given]
     write_result(path, "".join(lines))
@@ -224,7 +224,7 @@ def _run(written: pathlib.Path, output: pathlib.Path) -> None:
     scorer.targets(bool(texts))
     floor = {}
     if config is not None:
-        text = Dataset(config, read_corpus(config, training=False), ours)
+        text = Dataset(config, read_corpus(config, ("lm",)), ours)
         if text.has_train:
             floor["frequencies (the floor)"] = scorer.floor(text.training_ngrams(), bool(texts))
     for name in _MODEL.value:

@@ -226,7 +226,7 @@ def main(argv: list[str]) -> None:
     )
     with multihost.entered_once(owner):
         # Wrong flags are refused before the parameters are read.
-        options = _options(Workdir(workdir).config)
+        options = multihost.run_on_all(lambda: _options(Workdir(workdir).config))
         generator = Generator.load(workdir)
         if _OUTPUT.value:
             _write(generator, prompts, options, output)

@@ -28,12 +28,12 @@ def get_config(folder: str = "") -> ConfigDict:
             f"{error}; convert a published checkpoint first; to resume a fine-tuning run, give "
             "--config=configs/workdir.py:RUN"
         ) from error
+    was_finetuned = bool(config.init_from and config.data.prompt_field)
     # A trailing slash must not make a resumed run differ from the stored config.
     config.init_from = os.path.normpath(folder)
     config.stage = "lm"
     config.autoencoder.checkpoint = ""
 
-    was_finetuned = bool(config.data.prompt_field)
     config.data.train_files = ""
     config.data.mixture = ()
     config.data.autoencoder_files = ""

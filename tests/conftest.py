@@ -51,6 +51,11 @@ LONGEST = (
 )
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """A process more than there are cores, because tests of several processes, signals and servers wait."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With --no-loadscope-reorder (pyproject.toml), files are begun in this order."""
     items.sort(key=lambda item: item.path.name not in LONGEST)

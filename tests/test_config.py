@@ -161,7 +161,6 @@ BAD = [
     ("eval.num_samples", {"eval.num_samples": 1}),
     ("eval.batch_size", {"eval.batch_size": 0}),
     ("eval.part_blocks", {"eval.part_blocks": 0}),
-    ("eval.candidates", {"eval.candidates": (200, 4097)}),
     ("eval.start_every", {"eval.start_every": 0}),
     ("eval.context_tokens", {"eval.context_tokens": 0}),
     # No n-gram of four tokens follows the context.

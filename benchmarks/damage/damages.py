@@ -54,10 +54,12 @@ def _drawing() -> tuple[Callable[[bytes], bytes | None], list[Any]]:
         | strategies.sampled_from(_SPECIAL)
     )
     # Any character, ASCII, and surrogates, which are not valid Unicode.
-    characters = ({"exclude_categories": ()}, {"max_codepoint": 127}, {"categories": ["Cs"]})
-    text = strategies.one_of(
-        strategies.text(strategies.characters(**some), max_size=20) for some in characters
+    characters = (
+        strategies.characters(exclude_categories=()),
+        strategies.characters(max_codepoint=127),
+        strategies.characters(categories=["Cs"]),
     )
+    text = strategies.one_of([strategies.text(some, max_size=20) for some in characters])
     names = strategies.integers(1, MOST_UP).map(lambda up: "../" * up + "outside/written")
     leaves = strategies.none() | strategies.booleans() | numbers | text | names
     nested = strategies.recursive(
@@ -76,7 +78,8 @@ def _drawing() -> tuple[Callable[[bytes], bytes | None], list[Any]]:
     def collect(value: Any) -> None:
         drawn.append(value)
 
-    return collect.hypothesis.fuzz_one_input, drawn
+    test: Any = collect
+    return test.hypothesis.fuzz_one_input, drawn
 
 
 def json_value(chance: random.Random) -> Any:

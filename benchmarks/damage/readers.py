@@ -175,7 +175,7 @@ def _training_state(step: int) -> Any:
     def random(leaf: Any) -> Any:
         return jax.numpy.asarray(rng.uniform(0, 9, leaf.shape), leaf.dtype)
 
-    shape = jax.ShapeDtypeStruct
+    shape: Any = jax.ShapeDtypeStruct
     one, count = shape((), np.float32), shape((), np.int32)
     params = {
         "layers": {"kernel": shape((2, 8, 6), np.float32), "bias": shape((2, 6), np.float32)},
@@ -326,7 +326,7 @@ def _read_published(folder: pathlib.Path) -> Any:
 
 
 @functools.cache
-def _special(name: str) -> tuple[int, int, int]:
+def _special(name: str) -> tuple[int, ...]:
     values = json.loads((_GOLDEN / name / "config.json").read_text())
     found = [values.get(f"{kind}_token_id") for kind in ("bos", "eos", "pad")]
     return tuple(number if isinstance(number, int) else place for place, number in enumerate(found))
@@ -580,7 +580,11 @@ def _command(name: str) -> Any:
 
 def _arguments(*lines: str) -> Callable[[pathlib.Path], None]:
     """A function that writes a command line to a file, one argument a line."""
-    return lambda folder: (folder / "arguments.txt").write_text("\n".join(lines)) and None
+
+    def write(folder: pathlib.Path) -> None:
+        (folder / "arguments.txt").write_text("\n".join(lines))
+
+    return write
 
 
 def _parsed(folder: pathlib.Path, parse: Callable[[list[str]], list[str]]) -> list[str]:
@@ -614,7 +618,7 @@ def _read_training_flags(folder: pathlib.Path) -> Any:
 def _read_sampling_flags(folder: pathlib.Path) -> Any:
     generate = _command("calm_jax.generate")
     rest = _parsed(folder, flags_lib.parse_flags)
-    return len(rest), str(generate._options(_generator()))
+    return len(rest), str(generate._options(tiny().config))
 
 
 def _golden(folder: pathlib.Path) -> None:

@@ -73,7 +73,7 @@ def parts_of(trained: Trained, num_steps: int) -> dict[str, float]:
     timed(trained.advance, 2)
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
-    seconds: dict[str, float] = collections.Counter()
+    seconds: dict[str, float] = collections.defaultdict(float)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             timed(trained.advance, num_steps)

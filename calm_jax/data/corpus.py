@@ -273,6 +273,8 @@ class _Reader:
         """
         sources: list[Source] = []
         together = []
+        if not _entries(files):
+            raise UserError(f"{key}={files!r} names no file")
         for entry in _entries(files):
             if _is_folder(entry):
                 sources.append(self._prepared(entry, key))

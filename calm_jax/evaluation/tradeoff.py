@@ -19,13 +19,14 @@ from jax.sharding import Mesh
 
 from calm_jax import brier
 from calm_jax.data.packing import BlockSource
+from calm_jax.errors import UserError
 from calm_jax.evaluation.evaluator import EvalConfig, part_of
 from calm_jax.models.kv_cache import SegmentIds
 from calm_jax.parallel import multihost
 from calm_jax.parallel.signals import poll
 from calm_jax.rng import stream
 from calm_jax.sampling.chunk_model import ChunkModel
-from calm_jax.sampling.config import SamplerConfig
+from calm_jax.sampling.config import MOST_COMPARED, SamplerConfig
 from calm_jax.sampling.decode import Bind
 from calm_jax.sampling.samplers import sample_chunk
 from calm_jax.sampling.search import Sampled
@@ -49,13 +50,17 @@ def ways(config: EvalConfig, sampler: SamplerConfig, has_autoencoder: bool) -> l
         All combinations that can be computed; T = 1 only once, as every sampler is then one draw of the model.
 
     Raises:
-        UserError: for a temperature that no sampler takes.
+        UserError: for a temperature that no sampler takes, or too many candidates.
     """
     if not has_autoencoder:
         return [
             dataclasses.replace(sampler, temperature=temperature)
             for temperature in config.temperatures
         ]
+    if max(config.candidates) > MOST_COMPARED:
+        raise UserError(
+            f"eval.candidates={config.candidates}: at most {MOST_COMPARED} draws can be compared in pairs"
+        )
     chosen = []
     for temperature in config.temperatures:
         at_temperature = dataclasses.replace(sampler, temperature=temperature)
@@ -291,6 +296,8 @@ def _point(
         began = time.perf_counter()
         sampled = jax.block_until_ready(run())
         seconds += time.perf_counter() - began
+        # Before the next block is read.
+        del run, h_1LD, cache
         sampled = multihost.fetch_global(sampled)
         poll()
         token_P2T = np.asarray(sampled.tokens).reshape(len(one.chunk_P), 2, -1)

@@ -1,5 +1,6 @@
 """Writes the model of a workdir as a checkpoint of the published PyTorch code."""
 
+import importlib.util
 import json
 import pathlib
 from typing import Any
@@ -39,10 +40,8 @@ def _tensors(
 
 def _write(folder: pathlib.Path, values: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
     """Writes config.json and model.safetensors."""
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise UserError("writing needs safetensors: pip install 'calm_jax[interop]'") from error
+    import safetensors.numpy
+
     try:
         # Hugging Face's loader requires this metadata.
         safetensors.numpy.save_file(
@@ -87,6 +86,11 @@ def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
         if has_lm
         else published.autoencoder_values(config, tokenizer)
     )
+    # What the end of the export needs is checked before parameters are read.
+    if importlib.util.find_spec("safetensors") is None:
+        raise UserError("writing needs safetensors: pip install 'calm_jax[interop]'")
+    if not workdir.is_converted:
+        workdir.stored_corpus()
     written: dict[str, np.ndarray] = {}
     with atomic_folder(target, "--target") as folder:
         if config.has_autoencoder:

@@ -36,7 +36,7 @@ def _training(config: Config, run: RunFiles) -> list[str]:
     for stage, name in (("autoencoder", "autoencoder"), ("lm", "language model")):
         steps = checkpoint.latest_step(workdir.checkpoints(stage))
         if steps and not (stage == "autoencoder" and config.autoencoder_source):
-            rows, tokens = getattr(config, stage).training.batch_size, run.tokens_per_step(stage)
+            rows, tokens = getattr(config, stage).training.batch_size, run.tokens_per_step[stage]
             number = "" if math.isnan(tokens) else f", {steps * tokens:,.0f} tokens in all"
             lines.append(f"* {name}: {steps:,} steps of {rows} blocks{number}")
     for name, text in workdir.stored_corpus().items():

@@ -138,22 +138,22 @@ def planned_batches(mesh: Mesh) -> list[int]:
 
 
 class _Prefilled(NamedTuple):
-    """Compiled prefill; and the arguments of `decode` after it, which `decode` shares for all samplers.
+    """The need of the prefill, and the arguments of `decode` after it, which do not depend on the sampler.
 
     Attributes:
-      prefill: the compiled prefill.
+      prefill: bytes of one device that the prefill needs.
       model: the arguments `bind`, `params` and `frozen` of `decode`.
       state: shapes and layout of the state with room for the whole context; None if the prefill does not fit.
     """
 
-    prefill: _Compiled
+    prefill: float
     model: dict[str, Any]
     state: Any
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _prefilled(config: Config, topology: Topology, mesh: Mesh, batch: int) -> _Prefilled:
-    """Compiles the prefill of `batch` rows. Kept, as it is the same for every temperature."""
+    """Compiles the prefill of `batch` rows. The last one is kept, as it is the same for every temperature."""
     words = vocabulary(config.tokenizer)
     ways, num_chunks = num_row_shards(mesh), config.lm.data.block_tokens // config.chunk_size
     key = jax.random.key(0)
@@ -185,7 +185,7 @@ def _prefilled(config: Config, topology: Topology, mesh: Mesh, batch: int) -> _P
     if reading.program is not None:
         room = {"state": reading.results, "batch": batch, "size": num_chunks}
         state = _compile(topology, mesh, COMPILER_OPTIONS, with_room, **room).results
-    return _Prefilled(reading, model, state)
+    return _Prefilled(reading.needed, model, state)
 
 
 def _replicated(mesh: Mesh, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -211,7 +211,7 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
     words = vocabulary(config.tokenizer)
     mesh = mesh_of(config, topology)
     batch = _rounded(batch, mesh)
-    reading, model, state = _prefilled(config, topology, mesh, batch)
+    prefill_bytes, model, state = _prefilled(config, topology, mesh, batch)
     needed = moved = received = math.nan
     if state is not None:
         decoding = _compile(
@@ -253,7 +253,7 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
         ),
         one_pass=one_pass,
         moved=moved,
-        prefill=reading.needed,
+        prefill=prefill_bytes,
         needed=needed,
         available=topology.memory,
     )

@@ -42,7 +42,7 @@ class Series:
 
 def short(value: float) -> str:
     """A number in at most about six characters: "0.123", "1.2M", "3e+20"."""
-    if abs(value) < 9999.5:
+    if not math.isfinite(value) or abs(value) < 9999.5:
         return f"{value:.4g}"
     if abs(value) >= 999.5e12:
         return f"{value:.3g}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 
 import numpy as np
 
@@ -31,13 +32,13 @@ from calm_jax.errors import UserError
 _FLOOR_NGRAMS = 2**23
 
 
-def read_corpus(config: Config, training: bool) -> Corpus:
+def read_corpus(config: Config, stages: Collection[str]) -> Corpus:
     """Reads the text that a command needs, and prints what was left out or held out, and why.
 
     Args:
       config: the whole config.
-      training: whether the config's stages are trained. Otherwise the text is for scoring a language model: its validation
-        text, and the training text for the frequency floors.
+      stages: the stages whose training text is read besides the validation text: those that are trained; for scores "lm", whose
+        training text gives the frequency floors.
 
     Raises:
       UserError: for files that are missing, bad or empty.
@@ -45,10 +46,8 @@ def read_corpus(config: Config, training: bool) -> Corpus:
     has_own = bool(config.data.autoencoder_files)
     corpus = load_corpus(
         config.data,
-        with_train=not training or "lm" in config.stages or not has_own,
-        with_autoencoder=training
-        and "autoencoder" in config.stages
-        and not config.autoencoder_source,
+        with_train="lm" in stages or not has_own,
+        with_autoencoder="autoencoder" in stages and not config.autoencoder_source,
     )
     for reason, count in corpus.skipped.items():
         if count:

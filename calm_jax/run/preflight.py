@@ -314,7 +314,7 @@ def _check(
         check_path(config.tokenizer)
     _check_autoencoder_stage(config, workdir, fresh)
     print("data: reading and tokenising", flush=True)
-    corpus = read_corpus(config, training=True)
+    corpus = read_corpus(config, config.stages)
     if fresh:
         tokenizer = _new_tokenizer(config, corpus, initial)
     else:

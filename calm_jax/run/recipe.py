@@ -340,7 +340,8 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
 
     def read() -> tuple[Dataset, Corpus]:
         check_attention(config)
-        corpus = read_corpus(config, training=False)
+        has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
+        corpus = read_corpus(config, ("lm",) if has_lm else ())
         change = "" if workdir.is_converted else workdir.change_of_text(corpus)
         if change:
             print(f"data: this is not the text that the run was trained on. {change}")

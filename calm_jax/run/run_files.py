@@ -119,13 +119,17 @@ class RunFiles:
             if metric in record
         ]
 
-    def tokens_per_step(self, stage: str) -> float:
-        """The mean number of text tokens in the logged steps of a stage; NaN without a log.
+    @functools.cached_property
+    def tokens_per_step(self) -> dict[str, float]:
+        """For each stage the mean number of tokens in the logged steps that have a loss; NaN without a log.
 
-        Blocks of records with prompts may be shorter than the recipe's `block_tokens`.
+        It is not rows x `block_tokens`, as records with prompts are shorter, and pads and prompts have no loss.
         """
-        logged = [as_float(record.get("tokens_per_step")) for record in self.of(stage, "train")]
-        return float(np.mean(logged)) if logged else math.nan
+        means = {}
+        for stage in STAGES:
+            logged = [as_float(record.get("tokens_per_step")) for record in self.of(stage, "train")]
+            means[stage] = float(np.mean(logged)) if logged else math.nan
+        return means
 
     def latest(self) -> dict[str, Any]:
         """The results of training by name, updated by those of the latest evaluation."""

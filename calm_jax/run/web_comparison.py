@@ -24,12 +24,14 @@ class _Axis:
 
 
 def _tokens(run: RunFiles, stage: str, step: int) -> float:
-    return step * run.tokens_per_step(stage)
+    return step * run.tokens_per_step[stage]
 
 
 def _flops(run: RunFiles, stage: str, step: int) -> float:
-    vocab_size = run.workdir.tokenizer.vocab_size
-    return _tokens(run, stage, step) * flops.training(run.config, stage, vocab_size)
+    """Of whole blocks: pads are computed, too. For records with prompts it is a bound, as their blocks may be shorter."""
+    settings, vocab_size = getattr(run.config, stage), run.workdir.tokenizer.vocab_size
+    tokens = settings.training.batch_size * settings.data.block_tokens
+    return float(step * tokens * flops.training(run.config, stage, vocab_size))
 
 
 def _seconds(run: RunFiles, stage: str, step: int) -> float:

@@ -58,7 +58,7 @@ def sample_token(log_probs_BV: Array, key_B: Array, temperature: float, top_p: f
         key_B: one key per row.
         temperature: any positive number; below 1e-6 the most likely token is taken.
         top_p: draws only from the smallest set of most likely tokens whose probability, after the temperature, reaches
-            this; 1 for all tokens.
+            this, with those that are exactly as likely as its last one; 1 for all tokens.
 
     Returns:
         Token ids, int32 [B].
@@ -66,15 +66,13 @@ def sample_token(log_probs_BV: Array, key_B: Array, temperature: float, top_p: f
     if temperature < 1e-6:
         return vocabulary.argmax(log_probs_BV)
     logits_BV = jax.nn.log_softmax(log_probs_BV / temperature)
-    draw = jax.vmap(jax.random.categorical)
-    if top_p == 1:
-        return draw(key_B, logits_BV).astype(jnp.int32)
-    order_BV = jnp.argsort(-logits_BV, axis=-1)
-    sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
-    prob_BV = jnp.exp(sorted_BV)
-    is_kept_BV = jnp.cumsum(prob_BV, axis=-1) - prob_BV < top_p
-    place_B = draw(key_B, jnp.where(is_kept_BV, sorted_BV, -jnp.inf))
-    return jnp.take_along_axis(order_BV, place_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
+    if top_p < 1:
+        sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+        prob_BV = jnp.exp(sorted_BV)
+        is_kept_BV = jnp.cumsum(prob_BV, axis=-1) - prob_BV < top_p
+        least_B1 = jnp.where(is_kept_BV, sorted_BV, jnp.inf).min(-1, keepdims=True)
+        logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+    return jax.vmap(jax.random.categorical)(key_B, logits_BV).astype(jnp.int32)
 
 
 def sample_chunk(

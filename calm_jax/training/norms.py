@@ -24,7 +24,7 @@ def _norms(tree: Params, stacks: Stacks) -> Norms:
         if stack is None:
             module, square = names[0], x.sum()
         else:
-            module, square = "/".join(stack), x.reshape(len(x), -1).sum(1)
+            module, square = "/".join(stack), x.sum(tuple(range(1, x.ndim)))
         squares[module] = squares.get(module, jnp.float32(0)) + square
     return jax.tree.map(jnp.sqrt, squares)
 

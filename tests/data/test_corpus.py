@@ -63,6 +63,8 @@ def test_a_comma_at_the_end_names_nothing(tmp_path):
     (tmp_path / "a.txt").write_text("a text\n" * 9)
     config = data_config(f"{tmp_path}/a.txt,")
     assert [one.name for one in read_all(config)] == ["a.txt"]
+    with pytest.raises(UserError, match=r"data\.train_files=', ' names no file"):
+        load_corpus(data_config(", "))
 
 
 def test_hold_out_does_not_change_between_versions():

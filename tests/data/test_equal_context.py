@@ -30,7 +30,7 @@ def recipe_text(files, arguments, **changes) -> Dataset:
     tree.lm.data.front_fill = "none"
     tree.update_from_flattened_dict(changes)
     config = resolve(tree)
-    return Dataset(config, read_corpus(config, training=False), BYTES)
+    return Dataset(config, read_corpus(config, ("lm",)), BYTES)
 
 
 def scored_ngrams(text: Dataset) -> tuple[list, list]:

@@ -87,7 +87,7 @@ def model(request, tmp_path_factory):
         params = task.init(jax.random.key(0))
         # Few different chunks, so that samples agree often.
         params["head"] = jax.tree.map(lambda x: 0.3 * x, params["head"])
-    dataset = Dataset(config, read_corpus(config, training=False), BYTES)
+    dataset = Dataset(config, read_corpus(config, ("lm",)), BYTES)
     return config, dataset, Generator(task, params, frozen, BYTES, config), mesh
 
 

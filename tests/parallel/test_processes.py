@@ -284,7 +284,7 @@ def test_a_signal_stops_all_processes_also_after_a_resume(text_glob, tmp_path, s
         "--config.autoencoder.training.eval_every=1000",
     )
     saved = [0]
-    for number, index in ((2, 0), (1, 0)):
+    for number, index in ((2, 1), (1, 0)):
         some = several(*command, number=number, fresh=True)
         some.wait_for(f"autoencoder: step {saved[-1] + 8}/")
         some.processes[index].send_signal(signal.SIGINT if index == number - 1 else signal.SIGTERM)

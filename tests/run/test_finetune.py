@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
+from calm_jax.config import resolve
 from calm_jax.data.corpus import STANDARD_LIBRARY, DataConfig, load_corpus
 from calm_jax.data.documents import Document
 from calm_jax.data.packing import MASKED, BlockConfig, encode_documents
@@ -21,6 +22,8 @@ from calm_jax.run.workdir import Workdir, fingerprint
 from calm_jax.tasks.language_model import counted_chunks
 from calm_jax.training.checkpoint import latest_step
 from configs import common
+from configs import finetune as finetune_recipe
+from tests import tiny_recipe
 from tests.tiny_model import tiny
 from tests.workdirs import run
 
@@ -33,6 +36,21 @@ def records(prompts, completions, chunk_size, block_tokens=64, isolate=False, is
     config = BlockConfig(block_tokens, "windows", True, True, "none", isolate)
     encoded = (encode_documents(texts, BYTES) for texts in (prompts, completions))
     return pack_records(names, *encoded, BYTES, config, chunk_size, is_mixed)
+
+
+# --- The recipe
+
+
+def test_the_decoded_brier_weight_is_quartered_once(tmp_path):
+    tree = tiny_recipe.get_config("x,all_losses")
+    weights = [tree.lm.head.decoded_brier_weight]
+    for number in range(3):
+        workdir = Workdir(tmp_path / str(number))
+        workdir._create(resolve(tree), BYTES, "corpus.json", {})
+        tree = finetune_recipe.get_config(str(workdir.path))
+        tree.data.train_files = "records.jsonl"
+        weights.append(tree.lm.head.decoded_brier_weight)
+    assert weights == [2.0, 0.5, 0.5, 0.5]
 
 
 # --- Records

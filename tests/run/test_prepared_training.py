@@ -52,7 +52,7 @@ def text_of(texts, train_files, **changes) -> Dataset:
     config.autoencoder.data.append_eos = config.autoencoder.data.align_documents_to_chunks = True
     config.update_from_flattened_dict(changes)
     resolved = resolve(config)
-    return Dataset(resolved, read_corpus(resolved, training=True), BYTES)
+    return Dataset(resolved, read_corpus(resolved, resolved.stages), BYTES)
 
 
 def first_batches(text: TrainingText, number=12, seed=0, **changes) -> list[np.ndarray]:
@@ -94,7 +94,9 @@ def test_scoring_reads_the_text_for_floors_alone_whatever_stage_is_trained(texts
     recipe.data.validation_files = str(texts / "held_out.jsonl")
     recipe.data.autoencoder_files = str(texts / "is_gone.jsonl")
     config = resolve(recipe)
-    assert Dataset(config, read_corpus(config, training=False), BYTES).floor().ngrams > 100
+    assert Dataset(config, read_corpus(config, ("lm",)), BYTES).floor().ngrams > 100
+    # An autoencoder alone is scored without any training text.
+    assert not Dataset(config, read_corpus(config, ()), BYTES).has_train
 
 
 def numbered(first: int, number: int) -> Blocks:

@@ -286,9 +286,10 @@ def test_axes_of_a_comparison(workdir):
     config: Config = workdir.config
     loaded = RunFiles(workdir)
     values = {axis.label: axis.of(loaded, "lm", 6) for axis in web_comparison._AXES}
-    # Those of the log: blocks of records may be shorter than the recipe's.
+    # Tokens with a loss by the log, and FLOPs of whole blocks.
+    block = config.lm.data.block_tokens * config.lm.training.batch_size
     assert values["steps"] == 6 and values["tokens"] == 6 * 120
-    assert values["FLOPs"] == 6 * 120 * flops.training(config, "lm", BYTES.vocab_size)
+    assert values["FLOPs"] == 6 * block * flops.training(config, "lm", BYTES.vocab_size)
     # Between the records of steps 4 and 8, and before the first.
     assert values["seconds of training"] == 12
     assert (
@@ -392,6 +393,7 @@ def test_a_chart_without_points_is_empty():
         (0.0, "0"),
         (0.12345, "0.1235"),
         (9999.0, "9999"),
+        (math.nan, "nan"),
         (9999.9, "10k"),
         (12_345.0, "12.3k"),
         (999_499.0, "999k"),

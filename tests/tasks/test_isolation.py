@@ -92,7 +92,7 @@ def test_prepared_text_gives_the_same_segments_as_raw_text(packing, tmp_path):
         tree.lm.data.append_eos = tree.lm.data.align_documents_to_chunks = True
         tree.lm.data.isolate_documents = True
         config = resolve(tree)
-        return Dataset(config, read_corpus(config, training=True), BYTES).training("lm").sources[0]
+        return Dataset(config, read_corpus(config, config.stages), BYTES).training("lm").sources[0]
 
     raw, shards = training(tmp_path / "train.jsonl"), training(tmp_path / "prepared")
     assert len(raw) == len(shards) > 1000
