@@ -58,7 +58,7 @@ def sample_token(log_probs_BV: Array, key_B: Array, temperature: float, top_p: f
         key_B: one key per row.
         temperature: any positive number; below 1e-6 the most likely token is taken.
         top_p: draws only from the smallest set of most likely tokens whose probability, after the temperature, reaches
-            this, with those that are exactly as likely as its last one; 1 for all tokens.
+            this; 1 for all tokens.
 
     Returns:
         Token ids, int32 [B].
@@ -71,7 +71,11 @@ def sample_token(log_probs_BV: Array, key_B: Array, temperature: float, top_p: f
         prob_BV = jnp.exp(sorted_BV)
         is_kept_BV = jnp.cumsum(prob_BV, axis=-1) - prob_BV < top_p
         least_B1 = jnp.where(is_kept_BV, sorted_BV, jnp.inf).min(-1, keepdims=True)
-        logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+        is_more_BV, is_equal_BV = logits_BV > least_B1, logits_BV == least_B1
+        # Of the tokens that are as likely as the last one that is kept, the first ones.
+        left_B1 = is_kept_BV.sum(-1, keepdims=True) - is_more_BV.sum(-1, keepdims=True)
+        is_kept_BV = is_more_BV | is_equal_BV & (jnp.cumsum(is_equal_BV, axis=-1) <= left_B1)
+        logits_BV = jnp.where(is_kept_BV, logits_BV, -jnp.inf)
     return jax.vmap(jax.random.categorical)(key_B, logits_BV).astype(jnp.int32)
 
 
