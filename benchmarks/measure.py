@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 
 from calm_jax.cli import progress
 from calm_jax.data.tokenizers import Vocabulary
-from calm_jax.parallel.devices import accelerator
+from calm_jax.parallel.devices import accelerator, num_cores
 from calm_jax.parallel.mesh import shardings
 from calm_jax.tasks import Params, Task
 
@@ -205,7 +205,6 @@ def _cpu() -> str:
 
 def facts() -> dict[str, Any]:
     """When, from which commit and on which machine a measurement is made. Starts no device."""
-    affinity = getattr(os, "sched_getaffinity", None)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -213,7 +212,7 @@ def facts() -> dict[str, Any]:
         "jax": importlib.metadata.version("jax"),
         "jaxlib": importlib.metadata.version("jaxlib"),
         "cpu": _cpu(),
-        "cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "cores": num_cores(),
         # With such a folder, programs of an earlier run are not compiled again.
         "compilation_cache": os.environ.get("JAX_COMPILATION_CACHE_DIR", ""),
     }

@@ -165,6 +165,11 @@ class Config:
         return self.autoencoder.checkpoint or (self.init_from if from_init else "")
 
     @property
+    def max_chunks(self) -> int:
+        """The language model's context, in chunks."""
+        return self.lm.data.block_tokens // self.chunk_size
+
+    @property
     def stages(self) -> tuple[str, ...]:
         """The names of the stages to train, in order. A softmax head has stage "lm" alone."""
         asked = ("autoencoder", "lm") if self.stage == "all" else (self.stage,)
@@ -324,8 +329,8 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
             yield f"{path}{key}", list(value) if isinstance(value, tuple) else value
 
 
-# Keys that decide which parameters a model has, what they mean and how they are scored. No command may load a workdir's parameters with other
-# values of these keys.
+# Keys that decide which parameters a model has, what they mean and how they are scored. No command may load a workdir's
+# parameters with other values of these keys.
 MODEL_KEYS = (
     "chunk_size",
     "tokenizer.",

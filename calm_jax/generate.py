@@ -137,7 +137,6 @@ def _prompt_of(line: str, number: int) -> Prompt:
 def _options(config: Config) -> SampleConfig:
     """The `sample` section of the model's config with the given flags. Raises `UserError` for a flag that does not fit it."""
     from calm_jax.sampling.config import CALM_ONLY
-    from calm_jax.sampling.samplers import check_sampler
 
     given: dict[str, Any] = {flag.name: flag.value for flag in _OPTIONS if flag.value is not None}
     if "stop" in given:
@@ -148,11 +147,8 @@ def _options(config: Config) -> SampleConfig:
             f"--{useless[0]}={given[useless[0]]} has no meaning for lm.head.name='softmax', which samples tokens from "
             "their probabilities: leave it out"
         )
-    options = dataclasses.replace(config.sample, **given)
-    check_sampler("--sampler", options.sampler)
-    if config.has_autoencoder:
-        options.check_latent_head()
-    return options
+    # A config checks that its options suit its head.
+    return dataclasses.replace(config, sample=dataclasses.replace(config.sample, **given)).sample
 
 
 def _as_text(prompt: Prompt, generator: Generator) -> str:

@@ -46,9 +46,9 @@ def get_config(folder: str = "") -> ConfigDict:
     data.append_eos = True
     data.align_documents_to_chunks = True
 
-    # A quarter of the weight that the decoded Brier loss had in training on text. With the whole weight, this loss is mostly noise to the head where records
-    # are few; without it, the model forgets text that is mixed with them (docs/training.md). The loss needs no delay, because the
-    # head has already learnt to draw latents that decode to text.
+    # A quarter of the weight that the decoded Brier loss had in training on text. With the whole weight, this loss is mostly noise
+    # to the head where records are few; without it, the model forgets text that is mixed with them (docs/training.md). The loss
+    # needs no delay, because the head has already learnt to draw latents that decode to text.
     if "decoded_brier_weight" in config.lm.head:
         if not was_finetuned:
             config.lm.head.decoded_brier_weight /= 4

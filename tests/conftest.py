@@ -53,7 +53,9 @@ LONGEST = (
 
 def pytest_xdist_auto_num_workers() -> int:
     """A process more than there are cores, because tests of several processes, signals and servers wait."""
-    return len(os.sched_getaffinity(0)) + 1
+    from calm_jax.parallel.devices import num_cores
+
+    return num_cores() + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

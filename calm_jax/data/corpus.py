@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from absl import logging
 
-from calm_jax.data.documents import Distinct, Document, Reading, pieces, read_documents
+from calm_jax.data.documents import Distinct, Document, Reading, kept, read_documents
 from calm_jax.data.files import find_files, format_of
 from calm_jax.data.shards import PreparedText, is_prepared
 from calm_jax.errors import UserError, require_at_least
@@ -212,7 +212,9 @@ class _Reader:
                     f"{key}: {STANDARD_LIBRARY} has no field {reading.prompt_field!r} (data.prompt_field): beside records "
                     "data.train_files needs a weight for each entry (data.mixture)"
                 )
-            found = self._standard_library()
+            found = itertools.chain.from_iterable(
+                kept(document, reading, self.skipped) for document in standard_library_documents()
+            )
         if globs:
             files = find_files(globs, key)
             if is_mixture and all(format_of(file) == ".txt" for file in files):
@@ -221,14 +223,6 @@ class _Reader:
         if self._config.deduplicate:
             found = filter(self._is_new, found)
         return self._not_empty(list(found), ",".join(entries), key)
-
-    def _standard_library(self) -> Iterator[Document]:
-        least = self._config.min_characters
-        for document in standard_library_documents():
-            if len(document.text) < least:
-                self.skipped[f"under {least} characters"] += 1
-            else:
-                yield from pieces(document, self._config.max_words)
 
     def validation(self, globs: str, key: str) -> list[Document]:
         """Documents to score on: short and repeated ones are kept, and long ones are not cut into pieces."""

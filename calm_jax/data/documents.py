@@ -229,6 +229,14 @@ def pieces(document: Document, max_words: int) -> list[Document]:
     ]
 
 
+def kept(document: Document, reading: Reading, skipped: collections.Counter) -> list[Document]:
+    """The document, a long one as its pieces; none, counted by reason, if it is shorter than `reading` allows."""
+    if len(document.text) < reading.min_characters:
+        skipped[f"under {reading.min_characters} characters"] += 1
+        return []
+    return pieces(document, reading.max_words)
+
+
 def read_file(
     file: str, key: str, reading: Reading, skipped: collections.Counter, start: Place
 ) -> Iterator[tuple[Place, list[Document]]]:
@@ -267,10 +275,8 @@ def read_file(
             # An empty completion is a valid answer to a prompt.
             elif not item.text and not reading.prompt_field:
                 skipped["empty"] += 1
-            elif len(item.text) < reading.min_characters:
-                skipped[f"under {reading.min_characters} characters"] += 1
-            else:
-                yield place or START, pieces(item, reading.max_words)
+            elif documents := kept(item, reading, skipped):
+                yield place or START, documents
         if state(file) != before:
             raise UserError(f"{key}: {file} was changed while it was read: try again")
     except OSError as error:

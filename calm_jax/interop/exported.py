@@ -78,7 +78,7 @@ def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
         checked before any parameter is read), `target` exists, or writing fails.
     """
     config, tokenizer = workdir.config, workdir.tokenizer
-    has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
+    has_lm = workdir.has_lm
     if not has_lm and checkpoint.latest_step(workdir.checkpoints("autoencoder")) is None:
         raise UserError(f"{workdir.path} holds no trained model: train first")
     values = (

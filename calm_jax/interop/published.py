@@ -262,7 +262,7 @@ def lm_values(config: Config, tokenizer: Tokenizer, ae_path: str) -> dict[str, A
         "hidden_size": body.hidden_size,
         "intermediate_size": body.intermediate_size,
         # Positions count chunks.
-        "max_position_embeddings": config.lm.data.block_tokens // config.chunk_size,
+        "max_position_embeddings": config.max_chunks,
         "num_attention_heads": body.num_heads,
         "num_hidden_layers": body.num_layers,
         "num_key_value_heads": body.num_kv_heads,

@@ -31,7 +31,7 @@ from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.rng import named
 from calm_jax.run.workdir import Workdir
 from calm_jax.sampling.decode import generate_chunks, read_prompts, with_room
-from calm_jax.sampling.samplers import check_sampler, sample_chunk
+from calm_jax.sampling.samplers import sample_chunk
 from calm_jax.sampling.search import Sampled
 from calm_jax.tasks import LmTask
 
@@ -74,7 +74,7 @@ def export_generation(
       which holds eos if it is not the S-th, are undefined.
     """
     batch, prompt_chunks = prompt
-    size, context = prompt_chunks + new_chunks, _context(config)
+    size, context = prompt_chunks + new_chunks, config.max_chunks
     sampler = config.sample.sampler_config
 
     def generate(
@@ -107,23 +107,6 @@ def export_generation(
     )
 
 
-def _context(config: Config) -> int:
-    """The model's context, in chunks."""
-    return config.lm.data.block_tokens // config.chunk_size
-
-
-def _check(config: Config, prompt_chunks: int, new_chunks: int) -> None:
-    """Raises `UserError` if prompt and new chunks are longer than the context, or the sampler does not fit the temperature."""
-    size, context = prompt_chunks + new_chunks, _context(config)
-    if size > context:
-        raise UserError(
-            f"--prompt_chunks={prompt_chunks} and --new_chunks={new_chunks} make {size} chunks, and the model's context is {context}"
-        )
-    check_sampler("sampler", config.sample.sampler)
-    if config.has_autoencoder:
-        config.sample.check_latent_head()
-
-
 @command
 def main(argv: list[str]) -> None:
     workdir = Workdir(given_folder(_WORKDIR, "the folder of a trained run"))
@@ -138,7 +121,12 @@ def main(argv: list[str]) -> None:
     if _TEMPERATURE.value is not None:
         sample = dataclasses.replace(config.sample, temperature=_TEMPERATURE.value)
         config = dataclasses.replace(config, sample=sample)
-    _check(config, _PROMPT_CHUNKS.value, _NEW_CHUNKS.value)
+    size = _PROMPT_CHUNKS.value + _NEW_CHUNKS.value
+    if size > config.max_chunks:
+        raise UserError(
+            f"--prompt_chunks={_PROMPT_CHUNKS.value} and --new_chunks={_NEW_CHUNKS.value} make {size} chunks, and the model's "
+            f"context is {config.max_chunks}"
+        )
     mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1), jax.devices()[:1])
     lm = make_lm_task(config, tokenizer, config.eval.published)
     params = {"lm": workdir.load_params("lm", lm, mesh)}

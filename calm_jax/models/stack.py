@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from calm_jax.models.layers import in_compute_dtype
-from calm_jax.parallel.constraints import GPUS
+from calm_jax.parallel.constraints import GPUS, PRODUCT
 
 # The paths of stacks in a tree of parameters.
 Stacks = tuple[tuple[str, ...], ...]
@@ -91,6 +91,15 @@ def stack(
         return x, jax.tree.map(lambda *each: jnp.stack(each), *outputs)
 
     return one_by_one
+
+
+def keeping_products(layer: type[nn.Module], unroll: int) -> Callable[..., nn.Module]:
+    """The layer, whose backward pass keeps only the results of products, and computes norms and activations again.
+
+    On accelerators reading and writing those of N draws at each position would take longer. unroll: that of its `stack`.
+    """
+    kept = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+    return nn.remat(layer, prevent_cse=unroll > 1, policy=kept)
 
 
 def _at(index: int, axis: Any, tree: Any) -> Any:

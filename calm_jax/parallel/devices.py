@@ -87,6 +87,11 @@ def memory_here() -> float:
     return memory / hosts.count(socket.gethostname()) / jax.local_device_count()
 
 
+def num_cores() -> int:
+    """The cores that this process may use; on macOS, which cannot tell, those of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def peak_memory() -> int:
     """The peak memory so far of one of this process's devices, in bytes; the process's peak resident memory where devices
     have no such statistics (CPUs)."""

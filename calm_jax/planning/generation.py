@@ -155,7 +155,7 @@ class _Prefilled(NamedTuple):
 def _prefilled(config: Config, topology: Topology, mesh: Mesh, batch: int) -> _Prefilled:
     """Compiles the prefill of `batch` rows. The last one is kept, as it is the same for every temperature."""
     words = vocabulary(config.tokenizer)
-    ways, num_chunks = num_row_shards(mesh), config.lm.data.block_tokens // config.chunk_size
+    ways, num_chunks = num_row_shards(mesh), config.max_chunks
     key = jax.random.key(0)
     task = make_lm_task(config, words, config.eval.published)
     params = jax.eval_shape(
@@ -289,6 +289,6 @@ def _weight_bytes(config: Config, vocab_size: int) -> float:
 def _cache_bytes(config: Config, batch: int) -> float:
     """Bytes of the keys and values of a whole context in `batch` rows."""
     body = config.lm.model
-    positions = batch * config.lm.data.block_tokens // config.chunk_size
+    positions = batch * config.max_chunks
     each = 2 * body.num_layers * body.num_kv_heads * body.head_size
     return float(positions * each * jnp.dtype(config.compute_dtype).itemsize)

@@ -32,6 +32,11 @@ from calm_jax.errors import UserError
 _FLOOR_NGRAMS = 2**23
 
 
+def reads_train_files(config: Config, stages: Collection[str]) -> bool:
+    """Whether `read_corpus` reads `data.train_files`: not for an autoencoder with text of its own, nor for its scores."""
+    return "lm" in stages or not config.data.autoencoder_files
+
+
 def read_corpus(config: Config, stages: Collection[str]) -> Corpus:
     """Reads the text that a command needs, and prints what was left out or held out, and why.
 
@@ -43,10 +48,9 @@ def read_corpus(config: Config, stages: Collection[str]) -> Corpus:
     Raises:
       UserError: for files that are missing, bad or empty.
     """
-    has_own = bool(config.data.autoencoder_files)
     corpus = load_corpus(
         config.data,
-        with_train="lm" in stages or not has_own,
+        with_train=reads_train_files(config, stages),
         with_autoencoder="autoencoder" in stages and not config.autoencoder_source,
     )
     for reason, count in corpus.skipped.items():

@@ -42,8 +42,8 @@ class Generator:
 
     Attributes:
       task, params, frozen: the model; `task.bind(params, frozen)` is the `ChunkModel` that samplers use. `params` and
-        `frozen` are in the layout of `calm_jax.models.stack.for_generation`. `frozen` has the parameters of the autoencoder, and is empty for the
-        autoregressive baseline.
+        `frozen` are in the layout of `calm_jax.models.stack.for_generation`. `frozen` has the parameters of the autoencoder,
+        and is empty for the autoregressive baseline.
       tokenizer: the model's tokenizer.
       options: the `sample` section of the model's config; `dataclasses.replace(options, ...)` changes some of them.
       max_chunks: the context, in chunks.
@@ -56,7 +56,7 @@ class Generator:
         self.params = for_generation(params, config.compute_dtype, task.stacks, mesh)
         self.task, self.frozen = task, for_generation(frozen, "float32", (), mesh)
         self.tokenizer, self.options = tokenizer, config.sample
-        self.max_chunks = config.lm.data.block_tokens // config.chunk_size
+        self.max_chunks = config.max_chunks
         self._config = config
 
     @property

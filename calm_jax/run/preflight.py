@@ -18,7 +18,7 @@ from calm_jax.data.corpus import Corpus
 from calm_jax.data.tokenizers import Tokenizer, check_path, make_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
-from calm_jax.run.dataset import Dataset, read_corpus
+from calm_jax.run.dataset import Dataset, read_corpus, reads_train_files
 from calm_jax.run.workdir import Workdir, describe
 from calm_jax.training import checkpoint
 from calm_jax.training.log import read_records
@@ -190,7 +190,7 @@ def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> N
             f"stage='lm' needs an autoencoder, and {found} {workdir.path}: train it with --config.stage=all, or name "
             "a workdir that has one with --config.autoencoder.checkpoint=DIR"
         )
-    if fresh or checkpoint.latest_step(workdir.checkpoints("lm")) is None:
+    if fresh or not workdir.has_lm:
         return
     num_steps = config.autoencoder.training.num_steps
     # Where the autoencoder is gone, `_check_checkpoints` has refused already.
@@ -203,7 +203,7 @@ def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> N
 
 def _check_checkpoints(config: Config, workdir: Workdir) -> None:
     """Raises `UserError` if a stage had checkpoints that are gone: to train it anew would drop its metrics and results."""
-    has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
+    has_lm = workdir.has_lm
     for name in ("autoencoder", "lm") if config.has_autoencoder else ("lm",):
         folder = workdir.checkpoints(name)
         if checkpoint.latest_step(folder) is not None:
@@ -245,7 +245,7 @@ def _refuse_converted(workdir: Workdir) -> None:
     """Raises `UserError` for a workdir of converted parameters: it has no optimizer state to resume from."""
     if not workdir.is_converted:
         return
-    has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
+    has_lm = workdir.has_lm
     way_out = (
         f"--config=configs/finetune.py:{workdir.path}"
         if has_lm
@@ -302,8 +302,8 @@ def _check(
     if overwrite:
         workdir.check_deletable()
     fresh = overwrite or not workdir.exists
-    reads_train_files = "lm" in config.stages or not config.data.autoencoder_files
-    if reads_train_files and config.data.validation_files and not config.data.train_files:
+    data = config.data
+    if reads_train_files(config, config.stages) and data.validation_files and not data.train_files:
         raise UserError("data.validation_files needs data.train_files to train on")
     if not fresh:
         _refuse_converted(workdir)

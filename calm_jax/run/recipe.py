@@ -340,8 +340,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
 
     def read() -> tuple[Dataset, Corpus]:
         check_attention(config)
-        has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
-        corpus = read_corpus(config, ("lm",) if has_lm else ())
+        corpus = read_corpus(config, ("lm",) if workdir.has_lm else ())
         change = "" if workdir.is_converted else workdir.change_of_text(corpus)
         if change:
             print(f"data: this is not the text that the run was trained on. {change}")
@@ -379,7 +378,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
 def _score(run: Run) -> dict[str, Mapping]:
     """The scores that `run_evaluation` returns."""
     config, workdir = run.config, run.workdir
-    has_lm = checkpoint.latest_step(workdir.checkpoints("lm")) is not None
+    has_lm = workdir.has_lm
     # Records with prompts have no equal-context score: the prompt is the context.
     has_equal_context = has_lm and not config.data.prompt_field
     # Made before anything is scored, because it refuses a context that is longer than the text.

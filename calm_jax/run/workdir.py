@@ -155,6 +155,11 @@ class Workdir:
     def checkpoints(self, stage: str) -> pathlib.Path:
         return self.path / stage
 
+    @property
+    def has_lm(self) -> bool:
+        """Whether there is a checkpoint of the language model."""
+        return checkpoint.latest_step(self.checkpoints("lm")) is not None
+
     @functools.cached_property
     def config(self) -> Config:
         """The stored config. Raises `UserError` if the folder is no workdir."""

@@ -61,9 +61,8 @@ def _limits(config: Config) -> Limits:
     from calm_jax.serve.request import Limits
 
     given: dict[str, Any] = {flag.name.removeprefix("limit_"): flag.value for flag in _LIMITS}
-    context = config.lm.data.block_tokens // config.chunk_size * config.chunk_size
     for name in ("prompt_tokens", "max_tokens"):
-        given[name] = given[name] or context
+        given[name] = given[name] or config.lm.data.block_tokens
     return Limits(**given)
 
 

@@ -7,7 +7,6 @@ one element always changes the checksum; a change of several goes unnoticed in a
 
 import concurrent.futures
 import math
-import os
 import threading
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax
 import numpy as np
 
 from calm_jax.parallel import multihost
+from calm_jax.parallel.devices import num_cores
 
 # Elements that are hashed at once, so that they stay in a CPU's cache.
 _BLOCK = 2**15
@@ -73,11 +73,6 @@ def _on_host(shard: Any) -> np.ndarray:
         return np.asarray(jax.device_put(shard.data, shard.device, may_alias=False))
 
 
-def _num_cores() -> int:
-    """The cores that this process may use; on macOS, which cannot tell, those of the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def checksums(tree: Any) -> dict[str, str]:
     """The checksum of every `jax.Array` of a tree, by its path: 16 hexadecimal digits each.
 
@@ -100,7 +95,7 @@ def checksums(tree: Any) -> dict[str, str]:
         first = [axis.start or 0 for axis in shard.index]
         return _hash_sums(_on_host(shard), first, array.shape)
 
-    with concurrent.futures.ThreadPoolExecutor(_num_cores()) as threads:
+    with concurrent.futures.ThreadPoolExecutor(num_cores()) as threads:
         here = [
             [name, *sums]
             for (name, _, _), sums in zip(shards, threads.map(sums_of, shards), strict=True)

@@ -67,8 +67,8 @@ def make_norms(
 def by_layer(norms: dict[str, Norms]) -> dict[str, float]:
     """The norms by the name of their metric: KIND/MODULE, or KIND/STACK/INDEX for each layer of a stack."""
     values: dict[str, float] = {}
-    for kind, of_kind in norms.items():
-        for module, norm in jax.device_get(of_kind).items():
+    for kind, of_kind in jax.device_get(norms).items():
+        for module, norm in of_kind.items():
             if norm.ndim:
                 values |= {f"{kind}/{module}/{index}": float(x) for index, x in enumerate(norm)}
             else:

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 
 from calm_jax.losses import Posterior
 from calm_jax.models.layers import layer_norm, linear, linear_in_float32, normal_init, silu
-from calm_jax.models.stack import stack
-from calm_jax.parallel.constraints import PRODUCT, constrain, unrolled_in_training
+from calm_jax.models.stack import keeping_products, stack
+from calm_jax.parallel.constraints import constrain, unrolled_in_training
 
 # The time embedding has this many cosines and as many sines; the longest wavelength is 2 pi times _LONGEST_PERIOD.
 _NUM_FREQUENCIES = 128
@@ -115,12 +115,10 @@ class AdaLNMLP(nn.Module):
             condition_PD = linear(width, dtype, "condition", kernel_init=_xavier)(h_PD)
             active = silu(t + condition_PD[:, None])
             x_PND = linear(width, dtype, "input", kernel_init=_xavier)(x_PNZ.astype(dtype))
-            # As in the energy head: only the results of products are kept for the backward pass.
-            kept = jax.checkpoint_policies.save_only_these_names(PRODUCT)
             unroll = unrolled_in_training(self.num_blocks)
             blocks = stack(
                 self,
-                nn.remat(ModulatedBlock, prevent_cse=unroll > 1, policy=kept),
+                keeping_products(ModulatedBlock, unroll),
                 (self.norm_epsilon, dtype),
                 "blocks",
                 self.num_blocks,

@@ -27,9 +27,8 @@ from calm_jax.models.layers import (
     normal_init,
     silu,
 )
-from calm_jax.models.stack import Stacks, stack
+from calm_jax.models.stack import Stacks, keeping_products, stack
 from calm_jax.parallel.constraints import (
-    PRODUCT,
     constrain,
     gathered_kernel,
     has_few_rows,
@@ -136,15 +135,12 @@ class EnergyHead(nn.Module):
             condition_PD = layer_norm(epsilon, dtype, "hidden_norm")(
                 linear(width, dtype, "hidden")(h_PD)
             )
-            # Only the results of products are kept for the backward pass, which computes norms and activations again: on
-            # accelerators reading and writing those of N draws at each position would take longer.
-            kept = jax.checkpoint_policies.save_only_these_names(PRODUCT)
             unroll = (unrolled if has_few_rows(x_PND) else unrolled_in_training)(
                 self.config.num_blocks
             )
             blocks = stack(
                 self,
-                nn.remat(NoiseBlock, prevent_cse=unroll > 1, policy=kept),
+                keeping_products(NoiseBlock, unroll),
                 (epsilon, dtype),
                 "blocks",
                 self.config.num_blocks,
