@@ -1,4 +1,4 @@
-"""Products of a single row, to which GPUs and TPUs get a second row, have the same results."""
+"""Products of a single row have the same results in each platform's way: a second row on GPUs and TPUs, halves on CPUs."""
 
 import types
 
@@ -60,6 +60,16 @@ def test_the_heads_products_on_gpus_get_a_second_row_too(compiled_for):
     compiled_for("cuda")
     assert _pads(constraints.matrix_product, x, kernel)
     np.testing.assert_allclose(constraints.matrix_product(x, kernel), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 256])
+def test_halves_on_cpus_equal_the_whole_product(size):
+    x, kernel, g = _normal(0, (1, 1, size), (size, 3), (1, 1, 3))
+    result, pull = jax.vjp(constraints.matrix_product, x, kernel)
+    np.testing.assert_allclose(result, np.asarray(x) @ kernel, rtol=1e-5, atol=1e-5)
+    of_x, of_kernel = pull(g)
+    np.testing.assert_allclose(of_x, g @ np.asarray(kernel).T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(of_kernel, np.asarray(x)[0].T @ g[0], rtol=1e-5, atol=1e-5)
 
 
 def test_tpus_get_a_second_query(compiled_for):
