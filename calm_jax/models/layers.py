@@ -13,6 +13,7 @@ from calm_jax.parallel.constraints import (
     constrain_groups,
     each_group,
     gathered_in,
+    is_one_cpu,
     product,
 )
 from calm_jax.parallel.devices import target_device
@@ -179,8 +180,18 @@ def rotation_at(position_BL: Array, head_size: int, theta: float) -> Rotation:
     """The rotary embedding's factors at integer positions."""
     frequency = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
     angle_BLA = position_BL[..., None].astype(jnp.float32) * frequency
-    # Without the barrier XLA's CPU backend computes sines and cosines again in each layer, for each head of queries and keys.
-    return Rotation(*jax.lax.optimization_barrier((jnp.cos(angle_BLA), jnp.sin(angle_BLA))))
+
+    def factors(angle_BLA: Array) -> Rotation:
+        return Rotation(jnp.cos(angle_BLA), jnp.sin(angle_BLA))
+
+    def at_zero(angle_BLA: Array) -> Rotation:
+        return Rotation(jnp.ones_like(angle_BLA), jnp.zeros_like(angle_BLA))
+
+    # Compilers would fuse sines and cosines into their users, and compute them again in each layer, for each head of queries and
+    # keys. XLA's CPU backend removes a barrier before it fuses, but does not fuse the result of a branch.
+    if is_one_cpu():
+        return jax.lax.cond(jnp.any(angle_BLA != 0), factors, at_zero, angle_BLA)
+    return jax.lax.optimization_barrier(factors(angle_BLA))
 
 
 def rotate(x_BLHA: Array, rotation: Rotation) -> Array:

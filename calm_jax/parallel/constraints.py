@@ -157,10 +157,11 @@ def matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def _few_rows_on_one_cpu(x: jax.Array) -> bool:
     """Whether a single CPU device multiplies activations [..., features] of few rows (`has_few_rows`)."""
-    return has_few_rows(x) and _is_one_cpu()
+    return has_few_rows(x) and is_one_cpu()
 
 
-def _is_one_cpu() -> bool:
+def is_one_cpu() -> bool:
+    """Whether the program runs on a single CPU device."""
     return _ways() == 1 and target_device().platform == "cpu"
 
 
@@ -271,7 +272,7 @@ def product(
         size = len(of_x)
         kept = x.shape[: x.ndim - size]
         is_plain = of_x == tuple(range(len(kept), x.ndim)) and of_kernel == tuple(range(size))
-        if is_plain and precision is None and _is_one_cpu():
+        if is_plain and precision is None and is_one_cpu():
             return _flat_product(x, kernel, size)
         if is_plain and is_single_row(kept, *GPUS):
             x = _with_second_row(x, size)
