@@ -28,7 +28,7 @@ from calm_jax.cli.output import new_file
 from calm_jax.config import as_dict, resolve
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
-from calm_jax.parallel.host_memory import keep_freed_memory
+from calm_jax.parallel.host_memory import keep_freed_memory, return_compilers_memory
 from calm_jax.parallel.startup import define_flags, multihost_command
 
 # The suites in the order in which they run. `startup` is first, because its own processes need the devices, which this process
@@ -196,6 +196,7 @@ def main(argv: list[str]) -> None:
         published.print_table(records)
     else:
         _start_processes()
+        return_compilers_memory()
         records = _measure(options)
         if not records:
             return

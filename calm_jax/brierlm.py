@@ -46,7 +46,7 @@ from calm_jax.evaluation.samples import (
     read_samples,
 )
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
-from calm_jax.parallel.host_memory import keep_freed_memory
+from calm_jax.parallel.host_memory import keep_freed_memory, return_compilers_memory
 from calm_jax.run.dataset import Dataset, read_corpus
 from calm_jax.run.generator import Generator
 from calm_jax.run.references import have_tokens_of, samples_of
@@ -188,6 +188,7 @@ def _run(written: pathlib.Path, output: pathlib.Path) -> None:
     """Writes the references to `written`, or scores systems and writes the samples of one to `output`."""
     config = None if _CONFIG.value is None else resolve(_CONFIG.value)
     keep_compiled_programs()
+    return_compilers_memory()
     if _WRITE.value:
         if config is None:
             raise UserError("--write_references needs a run: --config=configs/workdir.py:DIR")

@@ -28,7 +28,7 @@ from calm_jax.cli.output import new_file, owned_file, write_result
 from calm_jax.errors import UserError
 from calm_jax.parallel import startup
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
-from calm_jax.parallel.host_memory import keep_freed_memory
+from calm_jax.parallel.host_memory import keep_freed_memory, return_compilers_memory
 from calm_jax.parallel.startup import multihost_command
 
 if TYPE_CHECKING:
@@ -213,6 +213,7 @@ def main(argv: list[str]) -> None:
     prompts = _prompts()
     _start_processes()
     keep_compiled_programs()
+    return_compilers_memory()
     given = {flag.name: flag.value for flag in (*_OPTIONS, _SEED, _WORKDIR, _OUTPUT)}
     multihost.check_same(lambda: given | {"prompts": prompts})
     owner = (

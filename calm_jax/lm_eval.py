@@ -14,7 +14,7 @@ from absl import app, flags
 from calm_jax.cli.command import command
 from calm_jax.errors import UserError
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
-from calm_jax.parallel.host_memory import keep_freed_memory
+from calm_jax.parallel.host_memory import keep_freed_memory, return_compilers_memory
 
 
 def _is_of_the_harness(error: BaseException) -> bool:
@@ -34,6 +34,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"this command needs {error.name}: pip install 'calm_jax[eval]'") from error
     model_registry.register("calm_jax", target="calm_jax.run.harness:HarnessModel")
     keep_compiled_programs()
+    return_compilers_memory()
     try:
         cli_evaluate()
     except (ValueError, OSError) as error:

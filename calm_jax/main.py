@@ -17,7 +17,7 @@ from calm_jax.cli.flags import define_recipe, parse_flags
 from calm_jax.errors import UserError
 from calm_jax.parallel import startup
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
-from calm_jax.parallel.host_memory import keep_freed_memory
+from calm_jax.parallel.host_memory import keep_freed_memory, return_compilers_memory
 from calm_jax.parallel.startup import multihost_command
 
 _CONFIG = define_recipe("Python file with the recipe, such as configs/quickstart.py")
@@ -78,6 +78,7 @@ def main(argv: list[str]) -> None:
     profile = Profile(*_profiled_steps(_PROFILE.value), str(path / "profile"))
     _start_processes()
     keep_compiled_programs()
+    return_compilers_memory()
     if _MODE.value == "eval":
         recipe.run_evaluation(config, workdir)
     else:

@@ -1,4 +1,5 @@
-"""Host memory where only CPUs compute: the allocator keeps freed memory, so that no training step pays for fresh pages."""
+"""Host memory where only CPUs compute: the allocator keeps freed memory, so that no training step pays for fresh pages, but
+not the compiler's."""
 
 import ctypes
 import importlib.metadata
@@ -8,6 +9,9 @@ import platform
 
 # Parameters of glibc's mallopt (malloc.h).
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+# The event of jax.monitoring at the end of a compilation, and the seconds of one that took much memory.
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_LONG_COMPILATION = 0.5
 
 
 def keep_freed_memory() -> bool:
@@ -23,12 +27,36 @@ def keep_freed_memory() -> bool:
         Whether malloc was changed: False without glibc, and where JAX may find an accelerator, whose host needs its
         memory for other things.
     """
-    if platform.libc_ver()[0] != "glibc" or not computes_on_cpus():
+    if not _is_changed():
         return False
     mallopt = ctypes.CDLL(None).mallopt
     # One arena, because the others return large blocks; no mmap for large blocks; never trim the heap.
     settings = ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1))
     return all([mallopt(parameter, value) for parameter, value in settings])
+
+
+def return_compilers_memory() -> None:
+    """Gives the memory that a long compilation has freed back to the operating system, after `keep_freed_memory`.
+
+    The compiler takes as much memory as a small training step, in many small pieces, which malloc would keep, and between
+    which the step's large blocks do not fit.
+    """
+    if not _is_changed():
+        return
+    import jax
+
+    trim = ctypes.CDLL(None).malloc_trim
+
+    def after(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == _COMPILED and duration_secs > _LONG_COMPILATION:
+            trim(0)
+
+    jax.monitoring.register_event_duration_secs_listener(after)
+
+
+def _is_changed() -> bool:
+    """Whether this module changes what malloc does."""
+    return platform.libc_ver()[0] == "glibc" and computes_on_cpus()
 
 
 def computes_on_cpus() -> bool:

@@ -22,7 +22,7 @@ from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
-from calm_jax.parallel.host_memory import keep_freed_memory
+from calm_jax.parallel.host_memory import keep_freed_memory, return_compilers_memory
 
 if TYPE_CHECKING:
     from calm_jax.config import Config
@@ -112,6 +112,7 @@ def main(argv: list[str]) -> None:
     }
     with _listen() as listener:
         keep_compiled_programs()
+        return_compilers_memory()
         models = {}
         for name, folder in names.items():
             generator = Generator.load(folder)

@@ -52,6 +52,32 @@ print(min(fresh))
 """
 
 
+# Frees 100 MiB of small pieces below one that stays, compiles a program, and prints the MiB of memory before and after.
+RETURNED = """
+import pathlib
+import jax
+from calm_jax.parallel import host_memory
+assert host_memory.keep_freed_memory()
+host_memory.return_compilers_memory()
+host_memory._LONG_COMPILATION = 0.0
+def mebibytes():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+x = jax.numpy.ones(3)
+pieces = [bytes(1000 + i % 2) for i in range(100 << 10)]
+kept = pieces[-1]
+del pieces
+before = mebibytes()
+jax.jit(lambda x: x + 1)(x)
+print(before, mebibytes())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_memory_that_was_freed_before_a_compilations_end_is_returned():
+    before, after = map(int, run_program(RETURNED).stdout.split())
+    assert before - after > 80
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_a_repeated_call_touches_no_fresh_pages():
