@@ -309,7 +309,7 @@ def frequency_floor(train_N4: np.ndarray, target_BP4: np.ndarray, counted_BP4: n
 def frequency_terms(train_N4: np.ndarray, target_BP4: np.ndarray) -> np.ndarray:
     """The exact Brier terms of sampling n-grams by their frequency, `2 p_n(y) - sum p_n^2`, float64 [B, P, 4].
 
-    p_n are the frequencies of the first n of four tokens in the training text. Computed on the host.
+    p_n are the frequencies of the first n of four tokens in the training text, 0 without any window in it. Computed on the host.
     """
     both = np.concatenate([train_N4, target_BP4.reshape(-1, ORDERS)]).astype(np.int64)
     vocab_size = both.max() + 1
@@ -318,6 +318,6 @@ def frequency_terms(train_N4: np.ndarray, target_BP4: np.ndarray) -> np.ndarray:
     for token in both.T:
         _, prefix = np.unique(prefix * vocab_size + token, return_inverse=True)
         count = np.bincount(prefix[: len(train_N4)], minlength=prefix.max() + 1)
-        frequency = count / len(train_N4)
+        frequency = count / max(len(train_N4), 1)
         terms.append(2 * frequency[prefix[len(train_N4) :]] - (frequency**2).sum())
     return np.stack(terms, axis=-1).reshape(target_BP4.shape)

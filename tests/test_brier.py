@@ -318,3 +318,8 @@ def test_the_frequency_floor_distinguishes_n_grams_of_large_ids():
         train.astype(np.int32), train[None, :50].astype(np.int32), counted
     )
     assert large.brier == brier.frequency_floor(small, small[None, :50], counted).brier
+
+
+def test_the_frequency_floor_of_no_training_text_is_0():
+    target, counted = np.ones((1, 3, 4), np.int32), np.ones((1, 3, 4), bool)
+    assert brier.frequency_floor(np.empty((0, 4), np.int32), target, counted).brier == (0,) * 4

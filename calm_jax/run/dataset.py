@@ -213,7 +213,8 @@ class Dataset:
             for document in self._whole_documents(source, stride)
             if len(document) >= ORDERS
         ]
-        return np.concatenate(train_N4)
+        # With an empty one, for text without any document of four tokens.
+        return np.concatenate([np.empty((0, ORDERS), np.int32), *train_N4])
 
     def check_scored(self) -> None:
         """Raises `UserError` if the validation text has no n-gram to score. For text with prompts, it prints a line instead."""

@@ -87,6 +87,13 @@ def test_prepared_text_has_the_same_frequency_floor_as_its_files(texts, folders,
     assert raw.ngrams > 100
 
 
+def test_the_floor_of_documents_that_are_shorter_than_its_n_grams_is_0(texts, tmp_path):
+    (tmp_path / "short.jsonl").write_text('{"text": "a"}\n' * 100)
+    dataset = text_of(texts, tmp_path / "short.jsonl")
+    assert dataset.training_ngrams().shape == (0, 4)
+    assert dataset.equal_context_floor().brier == (0,) * 4
+
+
 @pytest.mark.parametrize("stage", ["all", "autoencoder", "lm"])
 def test_scoring_reads_the_text_for_floors_alone_whatever_stage_is_trained(texts, stage):
     recipe = tiny_recipe.get_config(f"{texts}/a.jsonl")
