@@ -187,11 +187,14 @@ def rotation_at(position_BL: Array, head_size: int, theta: float) -> Rotation:
     def at_zero(angle_BLA: Array) -> Rotation:
         return Rotation(jnp.ones_like(angle_BLA), jnp.zeros_like(angle_BLA))
 
-    # Compilers would fuse sines and cosines into their users, and compute them again in each layer, for each head of queries and
-    # keys. XLA's CPU backend removes a barrier before it fuses, but does not fuse the result of a branch.
+    # A compiler would fuse sines and cosines into their users, and compute them again in each layer, for each head of queries and
+    # keys. A barrier prevents that, but not in the CPU backend of jaxlib 0.10, which removes it first. No compiler fuses the
+    # result of a branch, so on CPUs they are computed in one, which is taken unless all positions are 0.
     if is_one_cpu():
-        return jax.lax.cond(jnp.any(angle_BLA != 0), factors, at_zero, angle_BLA)
-    return jax.lax.optimization_barrier(factors(angle_BLA))
+        rotation = jax.lax.cond(jnp.any(position_BL != 0), factors, at_zero, angle_BLA)
+    else:
+        rotation = factors(angle_BLA)
+    return jax.lax.optimization_barrier(rotation)
 
 
 def rotate(x_BLHA: Array, rotation: Rotation) -> Array:

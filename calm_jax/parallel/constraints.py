@@ -14,8 +14,7 @@ from calm_jax.parallel.mesh import BATCH, path_of, spec_of
 
 # The checkpoint name of `product`'s results, for the policies of `lm.model.remat`.
 PRODUCT = "product"
-# XLA's CPU backend fuses the slice of one layer's kernel out of the stacked kernels into a product of few rows, and computes
-# that product by scalar loops. An optimization barrier makes it slice the kernel first; it is used up to this many rows.
+# Products of up to so many rows take most of their time to read the kernels.
 _FEW_ROWS = 256
 
 
@@ -161,7 +160,7 @@ def _few_rows_on_one_cpu(x: jax.Array) -> bool:
 
 
 def is_one_cpu() -> bool:
-    """Whether the program runs on a single CPU device."""
+    """Whether all rows of a batch are on one CPU device; its weights may be split over `tensor`."""
     return _ways() == 1 and target_device().platform == "cpu"
 
 
@@ -188,12 +187,11 @@ def _flat_product(x: jax.Array, kernel: jax.Array, num_contracted: int) -> jax.A
     kept, features = x.shape[: x.ndim - num_contracted], kernel.shape[num_contracted:]
     size = math.prod(kernel.shape[:num_contracted])
     x = x.reshape(-1, size)
-    if has_few_rows(x):
-        kernel = jax.lax.optimization_barrier(kernel)
     kernel = kernel.reshape(size, -1)
     if len(x) == 1 and size % 2 == 0:
-        # XLA's CPU backend computes the product of a single row by scalar loops, and that of two rows with one core at half of
-        # the memory's rate. Two products over a half of the features each run at once, at that rate.
+        # The CPU backend of jaxlib 0.10 computes the product of a single row by scalar loops, and that of two rows, one of which is
+        # zeros, reads the kernel at half of the memory's rate. Two products of half of the features each run at once, on two cores
+        # at that rate. Odd numbers of features, which no recipe has, stay slow.
         halves, kernels = x.reshape(2, 1, -1), kernel.reshape(2, size // 2, -1)
         result = jax.numpy.sum(halves @ kernels, axis=0)
     else:

@@ -2,6 +2,7 @@
 not the compiler's."""
 
 import ctypes
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -19,7 +20,8 @@ def keep_freed_memory() -> bool:
 
     XLA allocates the temporaries of a compiled program anew for each call. glibc returns allocations of this size to
     the operating system when they are freed. Each training step would then touch hundreds of MiB of fresh pages, which
-    the kernel has to clear first: about a fifth of a small step's time. The process stays at its peak memory instead.
+    the kernel has to clear first: about a fifth of a small step's time. The process keeps its peak memory instead, but for the
+    compiler's (`return_compilers_memory`).
 
     To be called before JAX starts its threads, because threads keep the memory arenas that they began with.
 
@@ -27,7 +29,7 @@ def keep_freed_memory() -> bool:
         Whether malloc was changed: False without glibc, and where JAX may find an accelerator, whose host needs its
         memory for other things.
     """
-    if not _is_changed():
+    if not _keeps():
         return False
     mallopt = ctypes.CDLL(None).mallopt
     # One arena, because the others return large blocks; no mmap for large blocks; never trim the heap.
@@ -35,13 +37,14 @@ def keep_freed_memory() -> bool:
     return all([mallopt(parameter, value) for parameter, value in settings])
 
 
+@functools.cache
 def return_compilers_memory() -> None:
-    """Gives the memory that a long compilation has freed back to the operating system, after `keep_freed_memory`.
+    """Gives freed memory back to the operating system after each long compilation, where `keep_freed_memory` keeps it.
 
     The compiler takes as much memory as a small training step, in many small pieces, which malloc would keep, and between
-    which the step's large blocks do not fit.
+    which the step's large blocks do not fit. All freed memory is given back, so that the next step touches its pages anew.
     """
-    if not _is_changed():
+    if not _keeps():
         return
     import jax
 
@@ -49,13 +52,13 @@ def return_compilers_memory() -> None:
 
     def after(event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILED and duration_secs > _LONG_COMPILATION:
-            trim(0)
+            trim(ctypes.c_size_t(0))
 
     jax.monitoring.register_event_duration_secs_listener(after)
 
 
-def _is_changed() -> bool:
-    """Whether this module changes what malloc does."""
+def _keeps() -> bool:
+    """Whether `keep_freed_memory` changes malloc."""
     return platform.libc_ver()[0] == "glibc" and computes_on_cpus()
 
 

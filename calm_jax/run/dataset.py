@@ -213,7 +213,7 @@ class Dataset:
             for document in self._whole_documents(source, stride)
             if len(document) >= ORDERS
         ]
-        # With an empty one, for text without any document of four tokens.
+        # The empty array is for text without any document of four tokens.
         return np.concatenate([np.empty((0, ORDERS), np.int32), *train_N4])
 
     def check_scored(self) -> None:

@@ -54,14 +54,14 @@ print(min(fresh))
 
 # Frees 100 MiB of small pieces below one that stays, compiles a program, and prints the MiB of memory before and after.
 RETURNED = """
-import pathlib
+import pathlib, resource
 import jax
 from calm_jax.parallel import host_memory
 assert host_memory.keep_freed_memory()
 host_memory.return_compilers_memory()
 host_memory._LONG_COMPILATION = 0.0
 def mebibytes():
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
 x = jax.numpy.ones(3)
 pieces = [bytes(1000 + i % 2) for i in range(100 << 10)]
 kept = pieces[-1]
