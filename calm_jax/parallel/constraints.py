@@ -145,18 +145,13 @@ def matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     The variant for CPUs is not used for many rows, because it makes a training step 15 % slower. The result has the checkpoint
     name `PRODUCT`.
     """
-    if _few_rows_on_one_cpu(x):
+    if has_few_rows(x) and is_one_cpu():
         result = _flat_product(x, kernel, 1)
     elif is_single_row(x.shape[:-1], *GPUS):
         result = (_with_second_row(x, 1) @ kernel)[..., 0, :]
     else:
         result = x @ kernel
     return checkpoint_name(result, PRODUCT)
-
-
-def _few_rows_on_one_cpu(x: jax.Array) -> bool:
-    """Whether a single CPU device multiplies activations [..., features] of few rows (`has_few_rows`)."""
-    return has_few_rows(x) and is_one_cpu()
 
 
 def is_one_cpu() -> bool:
