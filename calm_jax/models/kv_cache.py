@@ -22,10 +22,10 @@ from calm_jax.parallel.devices import target_device
 
 # How many places of a cache `UnslicedLayer` reads at once; fewer if this does not divide the cache's number of places.
 BLOCK = 32
-# The most query heads per key-value head for which `UnslicedLayer` multiplies elementwise. The CPU backend of jaxlib 0.10 fuses
-# these products with the slice of the cache, so that the slice is not copied; with more query heads the copy costs less than they
-# do. That of jaxlib 0.12 copies the slice in either case, so that matrix products are faster.
-_MOST_ELEMENTWISE = 2 if jax.__version_info__ < (0, 11) else 0
+# The most query heads per key-value head for which `UnslicedLayer` multiplies elementwise. XLA's CPU backend fuses these products
+# with the slice of the cache, so that the slice is not copied (as of jaxlib 0.11 with the options of `calm_jax.sampling.decode`).
+# With more query heads the copy costs less than they do.
+_MOST_ELEMENTWISE = 2
 # How many sums it computes side by side for one score.
 _LANES = 8
 # Keys and values of the new chunks, [layers, B, L, G, A] each; inside a layer [B, L, G, A].
