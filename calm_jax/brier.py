@@ -20,6 +20,9 @@ from calm_jax.losses import ORDERS
 from calm_jax.models.kv_cache import Memory, SegmentIds
 from calm_jax.sampling.chunk_model import ChunkModel
 
+# The starts of a row are continued in at least so many parts. The last parts, in which no sample equals another one, are not computed.
+_PARTS = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
@@ -77,46 +80,107 @@ def collisions(sample_SN: Array) -> Array:
     return (same.sum((-3, -2)) - num_samples) / (num_samples * (num_samples - 1))
 
 
+def agreement(sample_SK: Array) -> Array:
+    """The share of the samples but the first that equal the first, [..., S, K] -> [...]."""
+    return (sample_SK[..., 1:, :] == sample_SK[..., :1, :]).all(-1).mean(-1)
+
+
+def chunk_collisions(model: ChunkModel, h_BD: Array, sample_BSK: Array, num_tokens: int) -> Array:
+    """The collision terms of the first `num_tokens` tokens of one chunk, [B, num_tokens].
+
+    They are those of the samples, or exactly `sum_v p_v^2` where the model knows its probabilities (K = 1).
+    """
+    if model.log_probs is None:
+        return collisions(sample_BSK[..., :num_tokens])
+    return jnp.exp(2 * model.log_probs(h_BD)).sum(-1, keepdims=True)
+
+
 def path_collisions(
-    model: ChunkModel, cache: Any, seen: Array, h_BD: Array, sample_BSK: Array, key_BJ: Array
+    model: ChunkModel,
+    cache: Any,
+    seen_B: Array,
+    token_BK: Array,
+    agree_B: Array,
+    key_BJ: Array,
+    num_samples: int,
 ) -> Array:
-    """The collision terms of one start whose four tokens cover more than one chunk (K < 4).
+    """The collision terms of one start beyond its first chunk (K < 4).
 
     Each later chunk is drawn S times after the true prefix and the first sample's own chunks. The term of n tokens is
     the product of `mean_{r != 1} 1[x_r = x_1]` over the chunks before the one that holds token n, times the collision
-    of the tokens of that last chunk: `mean_{s != r} 1[x_s = x_r]`, or exactly `sum_v p_v^2` where the model knows its
-    probabilities. The estimate is unbiased, because the first sample, whose path is followed, is independent of
-    the other samples. Under `vmap` over starts, one forward pass per chunk serves all starts, and the cache is held once.
+    of the tokens of that last chunk. The estimate is unbiased, because the first sample, whose path is followed, is
+    independent of the other samples. Under `vmap` over starts, one forward pass per chunk serves all starts, and the
+    cache is held once.
 
     Args:
         model: the model's `ChunkModel` interface.
         cache: the cache of the block's true chunks.
-        seen: how many true chunks precede the start, a scalar.
-        h_BD: the hidden state that the start's first chunk is drawn from.
-        sample_BSK: samples of that first chunk.
-        key_BJ: one key per chunk; the first is not used, as the samples of the first chunk are given.
+        seen_B: how many true chunks precede the start.
+        token_BK: the first sample of the start's first chunk.
+        agree_B: which share of the other samples of that chunk equal it. Where it is 0, so are the terms.
+        key_BJ: one key per chunk; the first is not used, as the first chunk is given.
+        num_samples: S.
 
     Returns:
-        The collision terms for n = 1 to 4, [B, 4].
+        The collision terms for n = K + 1 to 4, [B, 4 - K].
     """
-    batch, num_samples, chunk_size = sample_BSK.shape
+    chunk_size = token_BK.shape[1]
     num_chunks = chunks_of(chunk_size)
-    memory = model.fork(cache, jnp.full(batch, seen), num_chunks - 1)
-    agree_B1 = jnp.ones((batch, 1))
+    memory = model.fork(cache, seen_B, num_chunks - 1)
     terms = []
-    for index in range(num_chunks):
-        if index:
-            h_B1D, memory = model.advance(sample_BSK[:, :1], memory)
-            h_BD = h_B1D[:, 0]
-            sample_BSK = model.draw(h_BD, num_samples, key_BJ[:, index])
-        if model.log_probs is None:
-            left = ORDERS - index * chunk_size
-            terms.append(agree_B1 * collisions(sample_BSK[..., :left]))
-        else:
-            terms.append(agree_B1 * jnp.exp(2 * model.log_probs(h_BD)).sum(-1, keepdims=True))
-        with_first_BS = (sample_BSK[:, 1:] == sample_BSK[:, :1]).all(-1)
-        agree_B1 *= with_first_BS.mean(-1, keepdims=True)
+    for index in range(1, num_chunks):
+        h_B1D, memory = model.advance(token_BK[:, None], memory)
+        h_BD = h_B1D[:, 0]
+        sample_BSK = model.draw(h_BD, num_samples, key_BJ[:, index])
+        left = min(chunk_size, ORDERS - index * chunk_size)
+        terms.append(agree_B[:, None] * chunk_collisions(model, h_BD, sample_BSK, left))
+        agree_B *= agreement(sample_BSK)
+        token_BK = sample_BSK[:, 0]
     return jnp.concatenate(terms, axis=-1)
+
+
+def agreeing_path_collisions(
+    model: ChunkModel, cache: Any, seen_P: Array, sample_BPSK: Array, key_BPJ: Array, at_once: int
+) -> Array:
+    """The collision terms of all starts beyond their first chunks, [B, P, 4 - K].
+
+    Only starts whose first sample equals another one are continued, as the terms of the others are 0. They come first in each row's
+    order, and are continued some at a time until no row has any left.
+
+    Args:
+        model, cache: as in `path_collisions`.
+        seen_P: how many true chunks precede each start.
+        sample_BPSK: the samples of the first chunks.
+        key_BPJ: one key per chunk of each start.
+        at_once: how many starts of each row are continued together.
+    """
+    batch, num_starts, num_samples, chunk_size = sample_BPSK.shape
+    agree_BP = agreement(sample_BPSK)
+    order_BP = jnp.argsort(agree_BP == 0, axis=1)
+    num_agreeing = (agree_BP > 0).sum(1).max()
+    num_together = min(at_once, -(-num_starts // _PARTS))
+
+    def path(seen_B: Array, token_BK: Array, agree_B: Array, key_BJ: Array) -> Array:
+        return path_collisions(model, cache, seen_B, token_BK, agree_B, key_BJ, num_samples)
+
+    def proceed(index: Array, terms_BPN: Array) -> Array:
+        # The slice of the last part begins earlier where it would end beyond the last start.
+        place_BQ = jax.lax.dynamic_slice_in_dim(
+            order_BP, index * num_together, num_together, axis=1
+        )
+
+        def of_starts(x_BP: Array) -> Array:
+            return jax.vmap(lambda x_P, place_Q: x_P[place_Q])(x_BP, place_BQ)
+
+        token_BQK = of_starts(sample_BPSK[:, :, 0])
+        starts = seen_P[place_BQ], token_BQK, of_starts(agree_BP), of_starts(key_BPJ)
+        new_BQN = jax.vmap(path, in_axes=1, out_axes=1)(*starts)
+        return jax.vmap(lambda x_PN, place_Q, new_QN: x_PN.at[place_Q].set(new_QN))(
+            terms_BPN, place_BQ, new_BQN
+        )
+
+    nothing_BPN = jnp.zeros((batch, num_starts, ORDERS - chunk_size))
+    return jax.lax.fori_loop(0, -(-num_agreeing // max(1, num_together)), proceed, nothing_BPN)
 
 
 def brier_terms(
@@ -138,7 +202,7 @@ def brier_terms(
             to three chunks that are drawn after it.
         protocol: which n-grams are scored, from how many samples.
         chunks_at_once: how many positions are sampled together; bounds memory.
-        paths_at_once: how many starts are continued together (K < 4); bounds memory.
+        paths_at_once: the most starts that are continued together (K < 4); bounds memory.
         documents: the documents of all chunks of a block, [B, L], when they are isolated. The chunks
             that are drawn after true chunk i then see the true chunks that chunk i sees. Terms of a start in a
             document's first chunk are meaningless; its targets are masked, so that `counted` leaves them out.
@@ -164,13 +228,14 @@ def brier_terms(
     needed_Q = np.unique(window_P4 // chunk_size)
     place_P4 = np.searchsorted(needed_Q, window_P4 // chunk_size)
 
-    def draw(xs: tuple[Array, Array, Array]) -> tuple[Array, Array | None]:
+    def draw(xs: tuple[Array, Array, Array]) -> tuple[Array, Array | None, Array | None]:
         h_BD, key_B, token_B = xs
         sample_BSK = model.draw(h_BD, protocol.num_samples, key_B)
+        collision_BK = chunk_collisions(model, h_BD, sample_BSK, chunk_size) if several else None
         if model.log_probs is None:
-            return sample_BSK, None
+            return sample_BSK, None, collision_BK
         log_prob_B = jnp.take_along_axis(model.log_probs(h_BD), token_B[:, None], axis=-1)[:, 0]
-        return sample_BSK, log_prob_B
+        return sample_BSK, log_prob_B, collision_BK
 
     def of_chunks(x: Array, chunk: np.ndarray) -> Array:
         return x[:, chunk].swapaxes(0, 1)
@@ -180,7 +245,7 @@ def brier_terms(
         of_chunks(key_BLJ[:, :, 0], needed_Q - 1),
         of_chunks(token_BLK[..., 0], needed_Q),
     )
-    sample_QBSK, log_prob_QB = jax.lax.map(draw, xs, batch_size=chunks_at_once)
+    sample_QBSK, log_prob_QB, collision_QBK = jax.lax.map(draw, xs, batch_size=chunks_at_once)
 
     # [B, S, P, 4]: the samples' tokens, each drawn with the true chunks before it.
     sample_BSP4 = jnp.moveaxis(sample_QBSK[place_P4, :, :, window_P4 % chunk_size], (2, 3), (0, 1))
@@ -193,18 +258,15 @@ def brier_terms(
     if several:
         first_P = place_P4[:, 0]
         chunk_P = starts_P // chunk_size
-
-        def continue_from(xs: tuple[Array, ...]) -> Array:
-            return path_collisions(model, cache, *xs)
-
-        xs = (
+        rest_BPN = agreeing_path_collisions(
+            model,
+            cache,
             jnp.asarray(chunk_P, jnp.int32),
-            of_chunks(h_BLD, chunk_P - 1),
-            sample_QBSK[first_P],
-            of_chunks(key_BLJ, chunk_P - 1),
+            sample_QBSK[first_P].swapaxes(0, 1),
+            key_BLJ[:, chunk_P - 1],
+            paths_at_once,
         )
-        collision_PB4 = jax.lax.map(continue_from, xs, batch_size=paths_at_once)
-        collision_BP4 = collision_PB4.swapaxes(0, 1)
+        collision_BP4 = jnp.concatenate([collision_QBK[first_P].swapaxes(0, 1), rest_BPN], axis=-1)
     else:
         # A few positions at a time, because the comparison of all pairs of samples takes memory.
         sample_PBS4 = jnp.moveaxis(sample_BSP4, 2, 0)

@@ -400,6 +400,30 @@ def test_all_starts_at_once_equal_each_start_alone(chunk_size, exact, at_once):
     assert all(len(np.unique(expected[..., n].round(4))) > 3 for n in range(4))
 
 
+@pytest.mark.parametrize("at_once", [2, 3])
+def test_starts_that_are_continued_in_parts_get_the_terms_of_each_alone(at_once):
+    """For parts that do not divide the number of starts, and rows of which different numbers of starts agree."""
+    model = network(2)
+    token_BLK = random_tokens(3, 24, 2)
+    seen_P = jnp.arange(1, 24)
+    # With a single token in a row all its starts agree; with random ones few do.
+    sample_BPSK = np.array(random_tokens(3, 23, 2, 2))
+    sample_BPSK[0] = 1
+    sample_BPSK[1, ::3, 1] = sample_BPSK[1, ::3, 0]
+    key_BPJ = jax.random.split(jax.random.key(3), (3, 23, 2))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(at_once):
+        _, cache = model.advance(token_BLK, model.empty_cache(3, 0, 24))
+        return brier.agreeing_path_collisions(model, cache, seen_P, sample_BPSK, key_BPJ, at_once)
+
+    alone, together = run(1), run(at_once)
+    np.testing.assert_allclose(together, alone, atol=1e-6)
+    agree_BP = np.asarray(brier.agreement(sample_BPSK)) > 0
+    assert agree_BP[0].all() and 8 <= agree_BP[1].sum() < 23 and agree_BP[2].sum() < 8
+    assert not alone[~agree_BP].any() and alone[agree_BP].any(-1).mean() > 0.5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 def test_a_fork_of_a_shared_cache_equals_an_ordinary_cache(num_kv_heads):

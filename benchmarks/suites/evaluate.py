@@ -1,6 +1,7 @@
 """The suite `eval`: one batch of an evaluation, loss and BrierLM, of CALM with the recipe's K and with K = 1, and of the baseline.
 
-FLOPs are not counted: `calm_jax.cost` has no formula for an evaluation.
+FLOPs are not counted: `calm_jax.cost` has no formula for an evaluation. With fresh parameters samples are rarely equal, so that with
+K = 1 and for the baseline fewer starts are continued than by a trained model (see `calm_jax.brier`).
 """
 
 import functools
