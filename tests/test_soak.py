@@ -16,5 +16,5 @@ def test_a_short_soak_loses_nothing(tmp_path):
     counts = [json.loads(line) for line in (tmp_path / "soak.jsonl").read_text().splitlines()]
     assert {one["job"] for one in counts} == {"train", "serve", "prepare"}
     for job in ("train", "serve", "prepare"):
-        # A process that has just started has little memory.
-        assert max(one["MiB"] for one in counts if one["job"] == job) > 50
+        # A process that has just started has about 10 MiB, and a preparation without its workers about 50.
+        assert max(one["MiB"] for one in counts if one["job"] == job) > 30
