@@ -4,7 +4,8 @@ For two independent samples x, x' of the next n tokens and the true tokens y, `b
 match term rewards accuracy, the collision term penalises a lack of diversity. BrierLM is 100 times the geometric mean
 of brier_1 to brier_4, each averaged over a whole split.
 
-B blocks, P starts of n-grams in each block, S samples per position, K tokens per chunk, J chunks drawn for one start.
+B blocks, P starts of n-grams in each block, R starts that are continued together, S samples per position, K tokens per chunk, J
+chunks drawn for one start, N numbers of tokens from K + 1 to 4.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ from calm_jax.losses import ORDERS
 from calm_jax.models.kv_cache import Memory, SegmentIds
 from calm_jax.sampling.chunk_model import ChunkModel
 
-# The starts of a row are continued in at least so many parts. The last parts, in which no sample equals another one, are not computed.
+# The most starts of a block that are continued together are one part of so many, rounded up. Parts without any start whose first
+# sample equals another one are skipped.
 _PARTS = 8
 
 
@@ -104,7 +106,7 @@ def path_collisions(
     key_BJ: Array,
     num_samples: int,
 ) -> Array:
-    """The collision terms of one start beyond its first chunk (K < 4).
+    """The collision terms of one start of each block beyond its first chunk (K < 4).
 
     Each later chunk is drawn S times after the true prefix and the first sample's own chunks. The term of n tokens is
     the product of `mean_{r != 1} 1[x_r = x_1]` over the chunks before the one that holds token n, times the collision
@@ -114,9 +116,9 @@ def path_collisions(
 
     Args:
         model: the model's `ChunkModel` interface.
-        cache: the cache of the block's true chunks.
-        seen_B: how many true chunks precede the start.
-        token_BK: the first sample of the start's first chunk.
+        cache: the cache of the blocks' true chunks.
+        seen_B: how many true chunks precede each block's start.
+        token_BK: the first sample of each start's first chunk.
         agree_B: which share of the other samples of that chunk equal it. Where it is 0, so are the terms.
         key_BJ: one key per chunk; the first is not used, as the first chunk is given.
         num_samples: S.
@@ -142,17 +144,20 @@ def path_collisions(
 def agreeing_path_collisions(
     model: ChunkModel, cache: Any, seen_P: Array, sample_BPSK: Array, key_BPJ: Array, at_once: int
 ) -> Array:
-    """The collision terms of all starts beyond their first chunks, [B, P, 4 - K].
+    """The collision terms of all starts beyond their first chunks (K < 4).
 
-    Only starts whose first sample equals another one are continued, as the terms of the others are 0. They come first in each row's
-    order, and are continued some at a time until no row has any left.
+    Only starts whose first sample equals another one are continued, as the terms of the others are 0. They come first in each
+    block's order, and are continued some at a time until no block has any left. (So are starts that are not scored, such as pads.)
 
     Args:
         model, cache: as in `path_collisions`.
         seen_P: how many true chunks precede each start.
         sample_BPSK: the samples of the first chunks.
         key_BPJ: one key per chunk of each start.
-        at_once: how many starts of each row are continued together.
+        at_once: the most starts of each block that are continued together.
+
+    Returns:
+        The terms for n = K + 1 to 4 of each start, [B, P, 4 - K].
     """
     batch, num_starts, num_samples, chunk_size = sample_BPSK.shape
     agree_BP = agreement(sample_BPSK)
@@ -165,18 +170,18 @@ def agreeing_path_collisions(
 
     def proceed(index: Array, terms_BPN: Array) -> Array:
         # The slice of the last part begins earlier where it would end beyond the last start.
-        place_BQ = jax.lax.dynamic_slice_in_dim(
+        place_BR = jax.lax.dynamic_slice_in_dim(
             order_BP, index * num_together, num_together, axis=1
         )
 
         def of_starts(x_BP: Array) -> Array:
-            return jax.vmap(lambda x_P, place_Q: x_P[place_Q])(x_BP, place_BQ)
+            return jax.vmap(lambda x_P, place_R: x_P[place_R])(x_BP, place_BR)
 
-        token_BQK = of_starts(sample_BPSK[:, :, 0])
-        starts = seen_P[place_BQ], token_BQK, of_starts(agree_BP), of_starts(key_BPJ)
-        new_BQN = jax.vmap(path, in_axes=1, out_axes=1)(*starts)
-        return jax.vmap(lambda x_PN, place_Q, new_QN: x_PN.at[place_Q].set(new_QN))(
-            terms_BPN, place_BQ, new_BQN
+        token_BRK = of_starts(sample_BPSK[:, :, 0])
+        starts = seen_P[place_BR], token_BRK, of_starts(agree_BP), of_starts(key_BPJ)
+        new_BRN = jax.vmap(path, in_axes=1, out_axes=1)(*starts)
+        return jax.vmap(lambda x_PN, place_R, new_RN: x_PN.at[place_R].set(new_RN))(
+            terms_BPN, place_BR, new_BRN
         )
 
     nothing_BPN = jnp.zeros((batch, num_starts, ORDERS - chunk_size))
@@ -202,7 +207,7 @@ def brier_terms(
             to three chunks that are drawn after it.
         protocol: which n-grams are scored, from how many samples.
         chunks_at_once: how many positions are sampled together; bounds memory.
-        paths_at_once: the most starts that are continued together (K < 4); bounds memory.
+        paths_at_once: the most starts of each block that are continued together (K < 4); bounds memory.
         documents: the documents of all chunks of a block, [B, L], when they are isolated. The chunks
             that are drawn after true chunk i then see the true chunks that chunk i sees. Terms of a start in a
             document's first chunk are meaningless; its targets are masked, so that `counted` leaves them out.

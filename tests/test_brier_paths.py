@@ -386,8 +386,9 @@ def step_by_step(model, token_BLK, key_BLJ, num_samples):
         pytest.param(3, False, [99], marks=pytest.mark.slow),
     ],
 )
-def test_all_starts_at_once_equal_each_start_alone(chunk_size, exact, at_once):
+def test_all_starts_at_once_equal_each_start_alone(chunk_size, exact, at_once, monkeypatch):
     """With the same keys, for every start, and for several numbers of starts that are continued at once."""
+    monkeypatch.setattr(brier, "_PARTS", 1)
     model, num_samples = network(chunk_size, exact), 3
     token_BLK = random_tokens(16, 8, chunk_size)
     key_BLJ = jax.random.split(jax.random.key(0), (16, 7, brier.chunks_of(chunk_size)))
@@ -400,28 +401,38 @@ def test_all_starts_at_once_equal_each_start_alone(chunk_size, exact, at_once):
     assert all(len(np.unique(expected[..., n].round(4))) > 3 for n in range(4))
 
 
-@pytest.mark.parametrize("at_once", [2, 3])
-def test_starts_that_are_continued_in_parts_get_the_terms_of_each_alone(at_once):
+@pytest.mark.parametrize(("chunk_size", "exact", "at_once"), [(2, False, 2), (1, True, 3)])
+def test_starts_that_are_continued_in_parts_get_the_terms_of_each_alone(chunk_size, exact, at_once):
     """For parts that do not divide the number of starts, and rows of which different numbers of starts agree."""
-    model = network(2)
-    token_BLK = random_tokens(3, 24, 2)
+    model, num_samples, num_chunks = network(chunk_size, exact), 3, brier.chunks_of(chunk_size)
+    token_BLK = random_tokens(3, 24, chunk_size)
     seen_P = jnp.arange(1, 24)
     # With a single token in a row all its starts agree; with random ones few do.
-    sample_BPSK = np.array(random_tokens(3, 23, 2, 2))
+    sample_BPSK = np.array(random_tokens(3, 23, num_samples, chunk_size))
     sample_BPSK[0] = 1
-    sample_BPSK[1, ::3, 1] = sample_BPSK[1, ::3, 0]
-    key_BPJ = jax.random.split(jax.random.key(3), (3, 23, 2))
+    sample_BPSK[1, ::2, 1] = sample_BPSK[1, ::2, 0]
+    key_BPJ = jax.random.split(jax.random.key(3), (3, 23, num_chunks))
+    _, cache = jax.jit(model.advance)(token_BLK, model.empty_cache(3, 0, 24))
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(at_once):
-        _, cache = model.advance(token_BLK, model.empty_cache(3, 0, 24))
+    @jax.jit
+    def together(cache):
         return brier.agreeing_path_collisions(model, cache, seen_P, sample_BPSK, key_BPJ, at_once)
 
-    alone, together = run(1), run(at_once)
-    np.testing.assert_allclose(together, alone, atol=1e-6)
+    @jax.jit
+    def alone(cache, seen, sample_BSK, key_BJ):
+        agree_B = brier.agreement(sample_BSK)
+        start = jnp.full(3, seen), sample_BSK[:, 0], agree_B, key_BJ
+        return brier.path_collisions(model, cache, *start, num_samples)
+
+    each = [
+        alone(cache, seen, sample_BPSK[:, place], key_BPJ[:, place])
+        for place, seen in enumerate(seen_P)
+    ]
+    expected = np.stack(each, axis=1)
+    np.testing.assert_allclose(together(cache), expected, atol=1e-6)
     agree_BP = np.asarray(brier.agreement(sample_BPSK)) > 0
-    assert agree_BP[0].all() and 8 <= agree_BP[1].sum() < 23 and agree_BP[2].sum() < 8
-    assert not alone[~agree_BP].any() and alone[agree_BP].any(-1).mean() > 0.5
+    assert agree_BP[2].sum() < agree_BP[1].sum() < agree_BP[0].sum() == 23
+    assert not expected[~agree_BP].any() and expected[agree_BP].any(-1).mean() > 0.5
 
 
 @pytest.mark.slow

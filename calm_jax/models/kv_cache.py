@@ -164,8 +164,8 @@ class UnslicedLayer(NamedTuple):
     """One layer's view of a cache for one new chunk per row, for CPUs: it reads only blocks of places that hold chunks.
 
     XLA's CPU backend copies the slice of a layer, with all its places, before each product. This class reads a block of places
-    at a time, and stops after the last block that any row has written to. It copies a block only for more than
-    `_MOST_ELEMENTWISE` query heads per key-value head.
+    at a time, and stops after the last block that any row has written to. In programs with the options of
+    `calm_jax.sampling.decode` it copies a block only for more than `_MOST_ELEMENTWISE` query heads per key-value head.
 
     Attributes:
         cache: the cache of all layers.
