@@ -21,8 +21,8 @@ from calm_jax.losses import ORDERS
 from calm_jax.models.kv_cache import Memory, SegmentIds
 from calm_jax.sampling.chunk_model import ChunkModel
 
-# The most starts of a block that are continued together are one part of so many, rounded up. Parts without any start whose first
-# sample equals another one are skipped.
+# At most an eighth of a block's starts, rounded up, are continued together. The smaller this part, the fewer starts are continued for
+# nothing beside the last one whose first sample equals another one.
 _PARTS = 8
 
 

@@ -12,9 +12,9 @@ from tests.workdirs import run
 def test_a_short_soak_loses_nothing(tmp_path):
     """Status 0: no step, answer or byte was lost, and no file, connection or process is left."""
     env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    run("benchmarks.soak", f"--folder={tmp_path}", "--minutes=0.1", env=env)
+    run("benchmarks.soak", f"--folder={tmp_path}", "--minutes=0.2", env=env)
     counts = [json.loads(line) for line in (tmp_path / "soak.jsonl").read_text().splitlines()]
     assert {one["job"] for one in counts} == {"train", "serve", "prepare"}
     for job in ("train", "serve", "prepare"):
-        # A process that has just started has about 10 MiB, and a preparation without its workers about 50.
-        assert max(one["MiB"] for one in counts if one["job"] == job) > 30
+        # A process that has just started has little memory.
+        assert max(one["MiB"] for one in counts if one["job"] == job) > 50

@@ -1,6 +1,6 @@
 """The suite `eval`: one batch of an evaluation, loss and BrierLM, of CALM with the recipe's K and with K = 1, and of the baseline.
 
-FLOPs are not counted: `calm_jax.cost` has no formula for an evaluation. With fresh parameters all draws of CALM's heads decode to the
+FLOPs are not counted: `calm_jax.cost` has no formula for an evaluation. With fresh parameters all draws of the energy head decode to the
 same tokens, so that with K = 1 all starts of n-grams are continued, which is the most that an evaluation can cost; those of the
 baseline are rarely equal, which is the least (see `calm_jax.brier`).
 """

@@ -123,12 +123,12 @@ EIGHT_DEVICES = """
 import json, sys
 import jax
 import numpy as np
-from tests.training.test_loop import ON_MESHES, first_moments, run_steps
+from tests.training.test_loop import MESHES, ON_MESHES, first_moments, run_steps
 assert len(jax.devices()) == 8
 losses = {}
-for name, meshes in ON_MESHES.items():
+for name in ON_MESHES:
     losses[name], initial = [], None
-    for number, sizes in enumerate(meshes):
+    for number, sizes in enumerate(MESHES):
         states, metrics = run_steps(name, 12, sizes, initial)
         # One device and the mesh with all three axes each draw an initial state; the other meshes begin with a copy of the latter's.
         initial = states[0] if number else None
@@ -140,12 +140,7 @@ print(json.dumps(losses))
 MESHES = ((1, 1, 1), (2, 2, 2), (1, 8, 1), (8, 1, 1))
 # The energy head is that of "lm,all_losses".
 OTHER_HEADS = [f"lm,head={head}" for head in HEADS if head != "energy"]
-# The heads share the transformer, so for the others one mesh with all axes is enough.
-ON_MESHES = {
-    "autoencoder": MESHES,
-    **dict.fromkeys(OTHER_HEADS, MESHES[:2]),
-    "lm,all_losses": MESHES,
-}
+ON_MESHES = ("autoencoder", *OTHER_HEADS, "lm,all_losses")
 
 
 def first_moments(state) -> dict[str, np.ndarray]:
@@ -168,7 +163,7 @@ def test_training_on_eight_devices_equals_one(name, eight_devices):
     """Loss and gradient of step 1 to a relative 1e-5, the losses of 12 steps to 1e-3."""
     losses, folder = eight_devices
     single, *others = losses[name]
-    gradients = [np.load(folder / f"{name} {number}.npz") for number in range(len(ON_MESHES[name]))]
+    gradients = [np.load(folder / f"{name} {number}.npz") for number in range(len(MESHES))]
     whole = np.sqrt(sum((gradients[0][path] ** 2).sum() for path in gradients[0]))
     assert len(gradients[0].files) > 5 and whole > 0
     for losses, gradient in zip(others, gradients[1:], strict=True):
