@@ -11,7 +11,7 @@ from tests.interop.checkpoints import as_float32, assert_same, read_all, refusal
 from tests.interop.weight_files import (
     BIN,
     Tensor,
-    little_memory,
+    assert_little_memory,
     pickled,
     state_dict,
     storage,
@@ -135,15 +135,13 @@ def test_a_compressed_pickle_is_not_expanded_in_memory(tmp_path):
     with zipfile.ZipFile(tmp_path / BIN, "w") as archive:
         archive.writestr("m/data.pkl", b"\x80\x02" + b"}" * 2**17, zipfile.ZIP_DEFLATED)
     size = (tmp_path / BIN).stat().st_size
-    with little_memory(2**20 + 100 * size):
-        refusal_to_read(tmp_path)
+    assert_little_memory(2**20 + 100 * size, lambda: refusal_to_read(tmp_path))
 
 
 def test_a_huge_pickle_is_refused_before_it_is_read(tmp_path):
     with zipfile.ZipFile(tmp_path / BIN, "w") as archive:
         archive.writestr("m/data.pkl", b"\x80\x02" + b"0" * 2**27, zipfile.ZIP_DEFLATED)
-    with little_memory(2**22):
-        refusal_to_read(tmp_path)
+    assert_little_memory(2**22, lambda: refusal_to_read(tmp_path))
 
 
 def test_a_wrong_checksum_is_refused(tmp_path):
