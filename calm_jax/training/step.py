@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -121,8 +121,7 @@ def make_step(
                 (batch, key_B),
             )
 
-            # The trace for the shapes of the sums serves the loop, too. Inlined, the program is the same, but profiles show the line
-            # of the call as the source of its operations.
+            # Jitted, so that the shapes and the loop share one trace; inlined, so that the program does not change.
             one_trace = jax.jit(gradient_sums, inline=True)
 
             def add(total, batch_and_key):
@@ -241,19 +240,23 @@ def state_shapes(
       batch: arrays or shapes of a batch.
       key: the random key of the parameters.
     """
-    params = jax.eval_shape(task.init, key)
+    return jax.eval_shape(functools.partial(_initial_state, task, optimizer, frozen, batch), key)
+
+
+def _initial_state(
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    frozen: Params,
+    batch: Mapping[str, Any],
+    key: Array,
+) -> TrainState:
+    params = task.init(key)
     key_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), len(batch["tokens"])))
     # Shapes alone, as nothing can be computed where the devices are those of a plan.
     step = jax.ShapeDtypeStruct((), jnp.int32)
     metrics = jax.eval_shape(task.loss, params, frozen, batch, key_B, step)
     names = [*metrics, "gradient_norm", "tokens_per_step"]
-    return jax.eval_shape(functools.partial(_fresh_state, optimizer, names), params)
-
-
-def _fresh_state(
-    optimizer: optax.GradientTransformation, metrics: Iterable[str], params: Params
-) -> TrainState:
-    zeros = {name: (jnp.float32(0), jnp.float32(0)) for name in metrics}
+    zeros = {name: (jnp.float32(0), jnp.float32(0)) for name in names}
     count = jnp.int32(0)
     return TrainState(count, params, optimizer.init(params), zeros, count, count)
 
@@ -270,12 +273,9 @@ def init_state(
 
     The arguments are those of `state_shapes`, and the mesh.
     """
-    shapes = state_shapes(task, optimizer, frozen, batch, key)
-
-    def init() -> TrainState:
-        return _fresh_state(optimizer, shapes.metrics, task.init(key))
-
-    return jax.jit(init, out_shardings=shardings(shapes, mesh))()
+    # One function for both, as JAX remembers what it traced, and tracing takes a second.
+    make = functools.partial(_initial_state, task, optimizer, frozen, batch, key)
+    return jax.jit(make, out_shardings=shardings(jax.eval_shape(make), mesh))()
 
 
 def jit_step(step: Step, state: TrainState, mesh: Mesh) -> Any:
