@@ -21,8 +21,8 @@ from calm_jax.losses import ORDERS
 from calm_jax.models.kv_cache import Memory, SegmentIds
 from calm_jax.sampling.chunk_model import ChunkModel
 
-# At most an eighth of a block's starts, rounded up, are continued together. The smaller this part, the fewer starts are continued for
-# nothing beside the last one whose first sample equals another one.
+# At most an eighth of a block's starts, rounded up, are continued together. The last of these groups is filled up with starts whose
+# terms are 0; smaller groups waste fewer of them.
 _PARTS = 8
 
 
@@ -188,6 +188,20 @@ def agreeing_path_collisions(
     return jax.lax.fori_loop(0, -(-num_agreeing // max(1, num_together)), proceed, nothing_BPN)
 
 
+def read_block(
+    model: ChunkModel, token_BLK: Array, documents: SegmentIds | None
+) -> tuple[Array, Memory | None]:
+    """Reads whole blocks, so that they can be continued after each of their chunks (`ChunkModel.fork`).
+
+    Returns:
+        The hidden states that predict each chunk but the first, [B, L-1, D], and a cache of all chunks but the last, after which
+        nothing is drawn.
+    """
+    batch, num_chunks, _ = token_BLK.shape
+    window = num_chunks - 1 if documents is None else documents.window()[:, :-1]
+    return model.advance(token_BLK[:, :-1], model.empty_cache(batch, 0, window))
+
+
 def brier_terms(
     model: ChunkModel,
     token_BLK: Array,
@@ -217,16 +231,11 @@ def brier_terms(
     """
     batch, num_chunks, chunk_size = token_BLK.shape
     starts_P = protocol.starts(num_chunks * chunk_size, chunk_size)
-    several = chunks_of(chunk_size) > 1
-    size = num_chunks - 1
-    memory: Memory | None = documents
-    inputs_BLK = token_BLK
-    if several:
-        # The cache must not hold the last chunk, from which nothing is drawn.
-        inputs_BLK = token_BLK[:, :-1]
-        window = size if documents is None else documents.window()[:, :-1]
-        memory = model.empty_cache(batch, 0, window)
-    h_BLD, cache = model.advance(inputs_BLK, memory)
+    spans_chunks = chunks_of(chunk_size) > 1
+    if spans_chunks:
+        h_BLD, cache = read_block(model, token_BLK, documents)
+    else:
+        h_BLD, cache = model.advance(token_BLK, documents)
 
     # The Q chunks that hold a token of any scored n-gram. Chunk i is predicted from hidden state i - 1.
     window_P4 = windows(starts_P)
@@ -236,7 +245,9 @@ def brier_terms(
     def draw(xs: tuple[Array, Array, Array]) -> tuple[Array, Array | None, Array | None]:
         h_BD, key_B, token_B = xs
         sample_BSK = model.draw(h_BD, protocol.num_samples, key_B)
-        collision_BK = chunk_collisions(model, h_BD, sample_BSK, chunk_size) if several else None
+        collision_BK = (
+            chunk_collisions(model, h_BD, sample_BSK, chunk_size) if spans_chunks else None
+        )
         if model.log_probs is None:
             return sample_BSK, None, collision_BK
         log_prob_B = jnp.take_along_axis(model.log_probs(h_BD), token_B[:, None], axis=-1)[:, 0]
@@ -260,7 +271,7 @@ def brier_terms(
     else:
         match_BP4 = jnp.exp(jnp.cumsum(jnp.moveaxis(log_prob_QB[place_P4], -1, 0), axis=-1))
 
-    if several:
+    if spans_chunks:
         first_P = place_P4[:, 0]
         chunk_P = starts_P // chunk_size
         rest_BPN = agreeing_path_collisions(

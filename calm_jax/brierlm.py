@@ -81,6 +81,15 @@ _OVERWRITE = flags.DEFINE_bool(
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", "", "tokenizer of texts: a workdir, a tokenizer's file, or bytes"
 )
+_OF_SCORING = (_MODEL, _OUTPUT, _TOKENIZER)
+_OF_MODELS = (_NUM_SAMPLES, _SEED)
+
+
+def _refuse(where: str, *given: flags.FlagHolder) -> None:
+    """Raises `UserError` if one of some flags is given."""
+    for flag in given:
+        if flag.present:
+            raise UserError(f"--{flag.name} has no meaning {where}: leave it out")
 
 
 def _folder() -> pathlib.Path:
@@ -192,17 +201,16 @@ def _run(written: pathlib.Path, output: pathlib.Path) -> None:
     if _WRITE.value:
         if config is None:
             raise UserError("--write_references needs a run: --config=configs/workdir.py:DIR")
-        for flag in (_REFERENCES, _SAMPLES, _MODEL):
-            if flag.value:
-                raise UserError(
-                    f"--{flag.name} has no meaning with --write_references: leave it out"
-                )
+        _refuse("with --write_references", _REFERENCES, _SAMPLES, *_OF_SCORING, *_OF_MODELS)
         _write(config, Workdir(_folder()).tokenizer, written)
         return
     if not _REFERENCES.value or not (_SAMPLES.value or _MODEL.value):
         raise UserError("give --references=FILE, and --samples=FILE or --model=NAME")
     if _OUTPUT.value and len(_MODEL.value) != 1:
         raise UserError(f"--output={_OUTPUT.value} is for the samples of one --model")
+    _refuse("without --write_references", _POSITIONS)
+    if not _MODEL.value:
+        _refuse("without --model", *_OF_MODELS)
     references = read_references(_REFERENCES.value)
     places = list(references.values())
     drawn = {path: read_samples(path, references) for path in _SAMPLES.value}

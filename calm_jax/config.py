@@ -171,9 +171,12 @@ class Config:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The names of the stages to train, in order. A softmax head has stage "lm" alone."""
+        """The names of the stages to train, in order, without that of an autoencoder of another run. A softmax head has stage "lm"
+        alone."""
+        if not self.has_autoencoder:
+            return ("lm",)
         asked = ("autoencoder", "lm") if self.stage == "all" else (self.stage,)
-        return asked if self.has_autoencoder else ("lm",)
+        return tuple(name for name in asked if name == "lm" or not self.autoencoder.checkpoint)
 
 
 # The largest integer that a key other than a seed may have, because JAX's integers have 32 bits.

@@ -1,11 +1,10 @@
 """The config stored in a workdir: `--config=configs/workdir.py:DIR`. The default of `--workdir` is then DIR."""
 
-import json
 import pathlib
 
 from ml_collections import ConfigDict
 
-from calm_jax.cli.files import refuse_url
+from calm_jax.cli.files import read_json, refuse_url
 from calm_jax.config import as_dict, resolve
 from calm_jax.errors import UserError
 
@@ -16,7 +15,7 @@ def get_config(folder: str = "") -> ConfigDict:
     refuse_url(folder, f"--config=configs/workdir.py:{folder}")
     path = pathlib.Path(folder) / "config.json"
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is no workdir: {path} cannot be read ({error})") from error
     return ConfigDict(as_dict(resolve(stored)))

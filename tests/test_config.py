@@ -408,6 +408,13 @@ def test_the_softmax_head_makes_a_recipe_its_autoregressive_baseline(name):
     assert variant("head=softmax,k=1", name) == config
 
 
+def test_an_autoencoder_of_another_run_is_no_stage_to_train():
+    """So its batch size does not limit the mesh."""
+    for stage, stages in (("all", ("lm",)), ("lm", ("lm",)), ("autoencoder", ())):
+        config = resolve(tree_with({"autoencoder.checkpoint": "runs/other", "stage": stage}))
+        assert config.stages == stages and config.autoencoder_source == "runs/other"
+
+
 @pytest.mark.parametrize("name", BASELINES)
 def test_baseline_recipes_have_no_autoencoder_stage(name):
     config = resolve(tree_with({}, name))

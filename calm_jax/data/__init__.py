@@ -2,6 +2,7 @@
 
 Begin with packing.py: the special tokens around documents, and how documents are cut into blocks.
   files, documents   documents from files of several formats, compressed or not, local or remote
+  records            prompts with completions into blocks
   tokenizers/        text to token ids and back
   corpus             the training and validation documents of a run
   loader             blocks to batches

@@ -15,7 +15,7 @@ from calm_jax.data.loader import evaluation_batches
 from calm_jax.data.packing import BlockSource
 from calm_jax.errors import UserError, require_at_least
 from calm_jax.parallel import multihost
-from calm_jax.parallel.mesh import global_batch, num_row_shards, rows_here
+from calm_jax.parallel.mesh import divisible, global_batch, rows_here
 from calm_jax.parallel.signals import poll
 from calm_jax.rng import stream
 from calm_jax.sampling.samplers import SAMPLERS, check_sampler
@@ -89,8 +89,7 @@ def part_of(num_blocks: int, part: int) -> Sequence[int]:
 
 def batch_size(config: EvalConfig, mesh: Mesh) -> int:
     """The rows of a batch: `eval.batch_size`, rounded up so that each device has as many. The last batch is padded in any case."""
-    shards = num_row_shards(mesh)
-    return -(-config.batch_size // shards) * shards
+    return divisible(config.batch_size, mesh)
 
 
 def jit_sums(name: str, task: Task, config: EvalConfig, mesh: Mesh) -> jax.stages.Wrapped:

@@ -72,10 +72,13 @@ def _records(path: str, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _is_text(value: Any) -> bool:
     """Whether a value is a string of valid Unicode."""
+    if not isinstance(value, str):
+        return False
     try:
-        return isinstance(value, str) and bool(value.encode("utf-8") or True)
+        value.encode("utf-8")
     except UnicodeEncodeError:
         return False
+    return True
 
 
 def _are_tokens(value: Any) -> bool:

@@ -34,9 +34,6 @@ from calm_jax.sampling.temperature import split_exponent
 from calm_jax.tasks import LmTask, Params
 from calm_jax.tasks.language_model import documents_of
 
-# Samplers that make `num_candidates` draws; the others are bounded by `max_draws`.
-_OF_ONE_POOL = ("batch", "published")
-
 
 def ways(config: EvalConfig, sampler: SamplerConfig, has_autoencoder: bool) -> list[SamplerConfig]:
     """The sampler configs to measure.
@@ -47,11 +44,13 @@ def ways(config: EvalConfig, sampler: SamplerConfig, has_autoencoder: bool) -> l
         has_autoencoder: False for the autoregressive baseline, which needs no sampler: temperatures only.
 
     Returns:
-        All combinations that can be computed; T = 1 only once, as every sampler is then one draw of the model.
+        All combinations that can be computed; T = 1 only once, as every sampler is then one draw of the model. None shows
+        candidates, which would be decoded for nothing.
 
     Raises:
         UserError: for a temperature that no sampler takes, or too many candidates.
     """
+    sampler = dataclasses.replace(sampler, shown_candidates=0)
     if not has_autoencoder:
         return [
             dataclasses.replace(sampler, temperature=temperature)
@@ -72,9 +71,10 @@ def ways(config: EvalConfig, sampler: SamplerConfig, has_autoencoder: bool) -> l
                     f"plane: skipping sampler='published' at temperature {temperature:g}: it supports only 1, 1/2, 1/3, ..."
                 )
                 continue
-            several = name in _OF_ONE_POOL and temperature != 1
-            for size in config.candidates if several else (sampler.num_candidates,):
-                way = dataclasses.replace(at_temperature, sampler=name, num_candidates=size)
+            way = dataclasses.replace(at_temperature, sampler=name)
+            has_sizes = way.is_fixed_pool and temperature != 1
+            for size in config.candidates if has_sizes else (sampler.num_candidates,):
+                way = dataclasses.replace(way, num_candidates=size)
                 way.check_latent_head()
                 chosen.append(way)
     return chosen
@@ -82,11 +82,8 @@ def ways(config: EvalConfig, sampler: SamplerConfig, has_autoencoder: bool) -> l
 
 @functools.partial(jax.jit, static_argnames=("bind",))
 def _read(bind: Bind, params: Any, frozen: Any, token_1LK: Array, documents: SegmentIds | None):
-    """The hidden states that predict each chunk but the first of a block, and the cache of the block."""
-    num_chunks = token_1LK.shape[1] - 1
-    model = bind(params, frozen)
-    window = num_chunks if documents is None else documents.window()[:, :-1]
-    return model.advance(token_1LK[:, :-1], model.empty_cache(1, 0, window))
+    """`brier.read_block` for one block."""
+    return brier.read_block(bind(params, frozen), token_1LK, documents)
 
 
 @functools.partial(jax.jit, static_argnames=("bind", "config"))
@@ -328,7 +325,7 @@ def _point(
     point: dict[str, Any] = {
         "sampler": way.sampler if frozen else "softmax",
         "temperature": way.temperature,
-        "candidates": way.num_candidates if way.sampler in _OF_ONE_POOL else 0,
+        "candidates": way.num_candidates if frozen and way.is_fixed_pool else 0,
     }
     if way.temperature == 1 and frozen:
         point |= {"sampler": "model", "candidates": 0}

@@ -149,6 +149,12 @@ def num_row_shards(mesh: Mesh | AbstractMesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
+def divisible(rows: int, mesh: Mesh | None) -> int:
+    """`rows`, rounded up so that each part of the mesh has as many rows; unchanged without a mesh."""
+    ways = 1 if mesh is None else num_row_shards(mesh)
+    return -(-rows // ways) * ways
+
+
 def check_batch(name: str, batch_size: int, mesh: Mesh) -> None:
     """Raises `UserError`, which calls the batch size `name`, unless it divides over the mesh."""
     ways = num_row_shards(mesh)

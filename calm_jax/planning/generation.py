@@ -20,7 +20,13 @@ from calm_jax.config import Config
 from calm_jax.cost import flops, sizes
 from calm_jax.data.tokenizers import vocabulary
 from calm_jax.models.stack import for_generation
-from calm_jax.parallel.mesh import make_mesh, num_row_shards, sharded_shapes, with_layout
+from calm_jax.parallel.mesh import (
+    divisible,
+    make_mesh,
+    num_row_shards,
+    sharded_shapes,
+    with_layout,
+)
 from calm_jax.planning import fitting, hlo, memory_traffic
 from calm_jax.planning.planner import COMPILER_OPTIONS
 from calm_jax.planning.result import limits
@@ -34,6 +40,7 @@ from calm_jax.sampling.decode import (
     with_room,
 )
 from calm_jax.sampling.exact import pool_sizes
+from calm_jax.sampling.search import FIRST_POOL
 
 # The batches, before they are rounded up to what a mesh can split, and the temperatures that are planned.
 _BATCHES, TEMPERATURES = (1, 8, 64), (1.0, 0.5)
@@ -126,15 +133,9 @@ def mesh_of(config: Config, topology: Topology) -> Mesh:
     return make_mesh(axes, devices)
 
 
-def _rounded(batch: int, mesh: Mesh) -> int:
-    """`batch`, rounded up to a multiple of the parts into which the mesh splits rows."""
-    ways = num_row_shards(mesh)
-    return -(-batch // ways) * ways
-
-
 def planned_batches(mesh: Mesh) -> list[int]:
     """The batches that are planned on a mesh, each of them once."""
-    return sorted({_rounded(batch, mesh) for batch in _BATCHES})
+    return sorted({divisible(batch, mesh) for batch in _BATCHES})
 
 
 class _Prefilled(NamedTuple):
@@ -210,7 +211,7 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
         sampler.check_latent_head()
     words = vocabulary(config.tokenizer)
     mesh = mesh_of(config, topology)
-    batch = _rounded(batch, mesh)
+    batch = divisible(batch, mesh)
     prefill_bytes, model, state = _prefilled(config, topology, mesh, batch)
     needed = moved = received = math.nan
     if state is not None:
@@ -263,9 +264,11 @@ def _fewest_draws(config: Config, sampler: SamplerConfig) -> int:
     """The fewest draws that the sampler makes for a chunk."""
     if not config.has_autoencoder or sampler.temperature == 1 or sampler.sampler == "noise":
         return 1
-    if sampler.sampler in ("batch", "published"):
+    if sampler.is_fixed_pool:
         return sampler.num_candidates
-    return pool_sizes(sampler.max_draws)[0]
+    if sampler.sampler == "pooled":
+        return pool_sizes(sampler.max_draws)[0]
+    return min(FIRST_POOL, sampler.max_draws)
 
 
 def _weight_bytes(config: Config, vocab_size: int) -> float:

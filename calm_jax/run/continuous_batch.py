@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.parallel import multihost
-from calm_jax.parallel.mesh import num_row_shards
+from calm_jax.parallel.mesh import divisible
 from calm_jax.rng import stream
 from calm_jax.run.continuation import Piece, Row
 from calm_jax.sampling.config import SamplerConfig
@@ -92,9 +92,8 @@ class ContinuousBatch:
         self._model = task.bind, params, frozen
         self._chunk_size, self._tokenizer, self._max_chunks = task.chunk_size, tokenizer, max_chunks
         self._mesh = mesh_of_params(params)
-        self._ways = 1 if self._mesh is None else num_row_shards(self._mesh)
         self._waiting: collections.deque[Row] = collections.deque()
-        self._rows: list[Row | None] = [None] * self._divisible(num_places)
+        self._rows: list[Row | None] = [None] * divisible(num_places, self._mesh)
         # The data of each place's random key. A place that was never used has an arbitrary key.
         key_data = jax.random.key_data(jax.random.key(0))
         self._key_data_PX = np.tile(np.asarray(key_data), (len(self._rows), 1))
@@ -106,9 +105,6 @@ class ContinuousBatch:
         self._cache_size = max(map(self._cache_size_of, self._waiting), default=0)
         self._num_steps = 0
         self._config: SamplerConfig | None = None
-
-    def _divisible(self, num: int) -> int:
-        return -(-num // self._ways) * self._ways
 
     @property
     def num_running(self) -> int:
@@ -266,7 +262,7 @@ class ContinuousBatch:
         slides, the cache has the size for texts of any length, and prompts are read part by part.
         """
         chunk_size = self._chunk_size
-        num_read = min(self._divisible(power_of_two(len(prompts))), len(self._rows))
+        num_read = min(divisible(power_of_two(len(prompts)), self._mesh), len(self._rows))
         length_M = np.ones(num_read, np.int32)
         length_M[: len(prompts)] = [len(ids) // chunk_size for ids in prompts]
         length = padded_length(int(length_M.max()))

@@ -51,7 +51,7 @@ def read_corpus(config: Config, stages: Collection[str]) -> Corpus:
     corpus = load_corpus(
         config.data,
         with_train=reads_train_files(config, stages),
-        with_autoencoder="autoencoder" in stages and not config.autoencoder_source,
+        with_autoencoder="autoencoder" in stages,
     )
     for reason, count in corpus.skipped.items():
         if count:

@@ -134,7 +134,8 @@ class HarnessModel(LM):
             )
         if given.get("num_beams") == 1:
             del given["num_beams"]
-        for name, value in given.items():
+        if given:
+            name, value = given.popitem()
             raise UserError(
                 f"the task {request.task_name} asks for {name}={value!r}, which calm_jax does not have: leave it out of "
                 "generation_kwargs"

@@ -130,7 +130,8 @@ def _new_tokenizer(config: Config, corpus: Corpus, initial: Workdir | None) -> T
     """The tokenizer of a new run: that of the initial parameters, else that of the prepared text, else the config's."""
     if initial is not None:
         return initial.tokenizer
-    for text in corpus.prepared:
+    if corpus.prepared:
+        text = corpus.prepared[0]
         theirs = text.tokenizer
         if theirs.kind != config.tokenizer.kind:
             raise UserError(
@@ -160,12 +161,11 @@ def is_finished(config: Config, workdir: Workdir) -> bool:
         done = read_json(workdir.results_path)
     except (OSError, ValueError):
         return False
-    trained = [
-        name for name in config.stages if not (name == "autoencoder" and config.autoencoder_source)
-    ]
-    if not isinstance(done, dict) or not all(isinstance(done.get(name), dict) for name in trained):
+    if not isinstance(done, dict):
         return False
-    steps = {name: checkpoint.latest_step(workdir.checkpoints(name)) for name in trained}
+    if not all(isinstance(done.get(name), dict) for name in config.stages):
+        return False
+    steps = {name: checkpoint.latest_step(workdir.checkpoints(name)) for name in config.stages}
     if (
         config.has_autoencoder
         and checkpoint.latest_step(workdir.checkpoints("autoencoder")) is None
@@ -326,8 +326,7 @@ def _check(
     # Packing raises `UserError` for text that is too short.
     text = Dataset(config, corpus, tokenizer)
     for name in config.stages:
-        if not (name == "autoencoder" and config.autoencoder_source):
-            text.training(name)
+        text.training(name)
     if config.has_autoencoder:
         text.validation("autoencoder")
     if "lm" in config.stages:

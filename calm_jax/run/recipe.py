@@ -28,6 +28,7 @@ from calm_jax.run.continuation import as_line
 from calm_jax.run.dataset import Dataset, read_corpus
 from calm_jax.run.run_files import as_float, is_complete
 from calm_jax.run.workdir import Workdir
+from calm_jax.sampling.config import SamplerConfig
 from calm_jax.tasks import AutoencoderTask, LmTask, Params
 from calm_jax.training import checkpoint
 from calm_jax.training.checkpoint import Checkpointer
@@ -258,6 +259,7 @@ def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Pro
     mesh = multihost.run_on_all(lambda: _training_mesh(config))
     with jax.set_mesh(mesh), multihost.entered_once(workdir.owned()) as check_owned:
         text = preflight.begin(config, workdir, overwrite, mesh)
+        # A new object, as `workdir` may know the config and the tokenizer of the run that was overwritten.
         run = Run(config, Workdir(workdir.path), mesh, text, check_owned)
         try:
             _train_and_report(run, profile)
@@ -284,7 +286,7 @@ def _train_and_report(run: Run, profile: Profile) -> None:
     frozen: Params = {}
     if config.has_autoencoder:
         evaluator = run.evaluator("autoencoder")
-        if "autoencoder" in config.stages and not config.autoencoder_source:
+        if "autoencoder" in config.stages:
             params = run.train("autoencoder", {}, evaluator, profile)
         else:
             params = workdir.load_params("autoencoder", run.autoencoder_task, run.mesh)
@@ -325,18 +327,19 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
     accuracy-diversity plane, as far as workdir and config have them. Raises `UserError` if the config does not fit the workdir.
     """
 
-    def check() -> Mesh:
+    def check() -> tuple[Mesh, list[SamplerConfig]]:
         workdir.check_config(config, training=False)
+        ways: list[SamplerConfig] = []
         if config.eval.temperatures:
             report.check_drawable()
-            tradeoff.ways(config.eval, config.sample.sampler_config, config.has_autoencoder)
+            ways = tradeoff.ways(config.eval, config.sample.sampler_config, config.has_autoencoder)
         # The devices may differ from those of the training: the config's mesh is adapted to them.
         ours = adapted(config.mesh, jax.devices())
         mesh = make_mesh(ours)
         if ours != config.mesh:
             sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
             print(f"mesh: {sizes}, because the config's mesh does not fit {mesh.size} device(s)")
-        return mesh
+        return mesh, ways
 
     def read() -> tuple[Dataset, Corpus]:
         check_attention(config)
@@ -347,13 +350,13 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
         return Dataset(config, corpus, workdir.tokenizer), corpus
 
     preflight.check_command(config, workdir, "eval")
-    mesh = multihost.run_on_all(check)
+    mesh, ways = multihost.run_on_all(check)
     multihost.check_same(workdir.facts)
     # Owning the workdir refuses, before the evaluation, a folder to which its record could not be written afterwards.
     with jax.set_mesh(mesh), multihost.entered_once(workdir.owned()):
         text, corpus = multihost.run_on_all(read)
         multihost.check_same(lambda: preflight.text_facts(corpus))
-        results = _score(Run(config, workdir, mesh, text))
+        results = _score(Run(config, workdir, mesh, text), ways)
         record = {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "eval": dataclasses.asdict(config.eval),
@@ -375,8 +378,8 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
     return results
 
 
-def _score(run: Run) -> dict[str, Mapping]:
-    """The scores that `run_evaluation` returns."""
+def _score(run: Run, ways: list[SamplerConfig]) -> dict[str, Mapping]:
+    """The scores that `run_evaluation` returns. `ways`: the samplers of the accuracy-diversity plane; empty for no plane."""
     config, workdir = run.config, run.workdir
     has_lm = workdir.has_lm
     # Records with prompts have no equal-context score: the prompt is the context.
@@ -398,14 +401,14 @@ def _score(run: Run) -> dict[str, Mapping]:
             began = time.monotonic()
             values = evaluator(params, frozen)
             results[name] = values | {"seconds": time.monotonic() - began}
-        if config.eval.temperatures:
+        if ways:
             results["plane"] = tradeoff.measure(
                 run.lm_task,
                 params,
                 frozen,
                 run.text.validation("lm"),
                 config.eval,
-                tradeoff.ways(config.eval, config.sample.sampler_config, config.has_autoencoder),
+                ways,
                 run.tokenizer.pad_id,
                 run.mesh,
             )

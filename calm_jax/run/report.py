@@ -2,10 +2,11 @@
 
 import io
 import json
+import math
 import pathlib
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import rich.table
 import rich.text
@@ -18,21 +19,26 @@ from calm_jax.evaluation.tradeoff import name_of
 from calm_jax.run.workdir import Workdir
 
 
+def _is_finite(value: float | None) -> TypeGuard[float]:
+    """False for NaN and infinity, and for None, which stands for them in files."""
+    return value is not None and math.isfinite(value)
+
+
 def _percent(value: float | None) -> str:
-    return "nothing to score" if value is None else f"{value:.2%}"
+    return f"{value:.2%}" if _is_finite(value) else "nothing to score"
 
 
 def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4g}"
+    return f"{value:.4g}" if _is_finite(value) else "not finite"
 
 
 def _with_error(values: Mapping, name: str, scale: float) -> str:
     value, error = values[name], values[f"{name}_error"]
-    if value is None:
+    if not _is_finite(value):
         return "no positions to score"
     text = f"{scale * value:.2f}"
     # The standard error is NaN where BrierLM is 0 because one of its four factors is not positive.
-    return text if error is None or error != error else f"{text} ± {scale * error:.2f}"
+    return f"{text} ± {scale * error:.2f}" if _is_finite(error) else text
 
 
 def brier_columns(values: Mapping) -> list[str]:

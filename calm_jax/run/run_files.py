@@ -15,7 +15,7 @@ import numpy as np
 
 from calm_jax.cli.files import read_file
 from calm_jax.run.workdir import Workdir
-from calm_jax.training.log import is_number, read_records
+from calm_jax.training.log import is_number, read_with_damage
 
 # The stages, with the titles of their sections in the report.
 STAGES = {"autoencoder": "Autoencoder", "lm": "Language model"}
@@ -53,8 +53,8 @@ class RunFiles:
         """`results`: what results.json is going to hold; None if it is there."""
         self.workdir, self.config = workdir, workdir.config
         self.left_out: list[str] = []
-        self.records = read_records(workdir.metrics_path)
-        self._note(workdir.metrics_path, len(self.records))
+        self.records, damaged = read_with_damage(workdir.metrics_path)
+        self._note(workdir.metrics_path, len(damaged))
         text = text_of(workdir.results_path) if results is None else results
         found = _object(text)
         self.results = _results(found)
@@ -69,15 +69,15 @@ class RunFiles:
             for record in records
             if (found := _results(record)) or _is_plane(record.get("plane"))
         ]
-        self._note(workdir.evaluations_path, sum(map(_is_whole, records)))
+        whole = [record for record in records if record and _is_whole(record)]
+        self._note(workdir.evaluations_path, len(records) - len(whole))
         vocab_size = workdir.tokenizer.vocab_size
-        self.samples = [
-            one for one in _json_lines(workdir.samples_jsonl_path) if _is_sample(one, vocab_size)
-        ]
-        self._note(workdir.samples_jsonl_path, len(self.samples))
+        lines = _json_lines(workdir.samples_jsonl_path)
+        self.samples = [one for one in lines if _is_sample(one, vocab_size)]
+        self._note(workdir.samples_jsonl_path, len(lines) - len(self.samples))
 
-    def _note(self, path: pathlib.Path, num_whole: int) -> None:
-        num = len(_lines(path)) - num_whole
+    def _note(self, path: pathlib.Path, num: int) -> None:
+        """Adds a sentence about the incomplete or damaged lines of a file, if it has any."""
         if num:
             lines = f"{num} line has" if num == 1 else f"{num} lines have"
             self.left_out.append(
@@ -128,7 +128,9 @@ class RunFiles:
         means = {}
         for stage in STAGES:
             logged = [as_float(record.get("tokens_per_step")) for record in self.of(stage, "train")]
-            means[stage] = float(np.mean(logged)) if logged else math.nan
+            # NaN: all updates of the interval were skipped.
+            known = [tokens for tokens in logged if math.isfinite(tokens)]
+            means[stage] = float(np.mean(known)) if known else math.nan
         return means
 
     def latest(self) -> dict[str, Any]:
@@ -250,13 +252,16 @@ def text_of(path: pathlib.Path) -> str:
         return ""
 
 
-def _lines(path: pathlib.Path) -> list[str]:
-    return [line for line in text_of(path).splitlines() if line.strip()]
-
-
 def _json_lines(path: pathlib.Path) -> list[dict]:
-    """The objects of a file's lines; damaged lines are left out."""
-    return [found for line in _lines(path) if (found := _object(line))]
+    """The objects of a file's lines, empty ones for damaged lines.
+
+    A killed command may leave an unfinished last line, which is left out.
+    """
+    # Not `splitlines`: JSON strings may hold other line ends, such as U+2028.
+    *lines, unfinished = text_of(path).split("\n")
+    found = [_object(line) for line in lines if line.strip()]
+    last = _object(unfinished)
+    return [*found, last] if last else found
 
 
 def _object(text: str) -> dict[str, Any]:

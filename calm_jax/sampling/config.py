@@ -51,14 +51,19 @@ class SamplerConfig:
             raise UserError(
                 f"shown_candidates={self.shown_candidates} must be from 0 to {_MOST_SHOWN}"
             )
-        # These samplers compare all draws of a pool in pairs; the option bounds the size of the pool.
-        pools = {"batch": "num_candidates", "published": "num_candidates", "growing": "max_draws"}
-        name = pools.get(self.sampler)
-        if name and getattr(self, name) > MOST_COMPARED:
+        # The samplers of a single pool compare all its draws in pairs.
+        name = "num_candidates" if self.is_fixed_pool else "max_draws"
+        is_compared = self.is_fixed_pool or self.sampler == "growing"
+        if is_compared and getattr(self, name) > MOST_COMPARED:
             raise UserError(
                 f"{name}={getattr(self, name)} must be at most {MOST_COMPARED} with sampler={self.sampler!r}, which compares "
                 "all draws in pairs"
             )
+
+    @property
+    def is_fixed_pool(self) -> bool:
+        """Whether the sampler makes `num_candidates` draws for each chunk; the others make as many as they need, up to `max_draws`."""
+        return self.sampler in ("batch", "published")
 
     def check_latent_head(self) -> None:
         """Raises `UserError` if these options cannot be used with a latent head, which can only be sampled."""

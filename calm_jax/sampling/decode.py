@@ -167,8 +167,8 @@ def generate_chunks(
         are undefined.
     """
     batch, first = len(state.h), state.step
-    # The trace for the shapes serves the loop, too. Inlined, the program is the same, but profiles show the line of the call as the
-    # source of its operations.
+    # Jitted, so that the shapes and the loop share one trace; inlined, so that the program does not change. (Profiles show the line of
+    # the call as the source of its operations.)
     next_chunk = jax.jit(next_chunk, inline=True)
     like = jax.eval_shape(next_chunk, state.h, state.step, state.ended)
     chunks = jax.tree.map(lambda x: jnp.zeros((batch, num_chunks, *x.shape[1:]), x.dtype), like)

@@ -15,7 +15,7 @@ _AT_THE_END = ("finish", "alignment", "match_draws")
 
 def usage(job: Job) -> dict[str, int]:
     """OpenAI's `usage`: numbers of tokens in the prompts of a request, each counted once, and in all texts."""
-    prompt = sum(len(row.ids) for row in job.rows[:: job.texts_per_prompt])
+    prompt = job.num_prompt_tokens
     new = sum(len(row.continuation.tokens) for row in job.rows)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 

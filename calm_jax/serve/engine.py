@@ -35,6 +35,11 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | None] = asyncio.Queue()
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The tokens of the request's prompts, each prompt counted once."""
+        return sum(len(row.ids) for row in self.rows[:: self.texts_per_prompt])
+
     def put(self, event: Piece | None) -> None:
         """Adds a piece of a text, or None if the model failed or its thread has ended. Any thread may call it."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)

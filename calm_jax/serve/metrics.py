@@ -40,9 +40,9 @@ class Metrics:
 
     def count(self, job: Job) -> None:
         """Adds the tokens, draws and chunks of a job's texts to the counters."""
+        self.prompt_tokens.inc(job.num_prompt_tokens)
         for row in job.rows:
             one = row.continuation
-            self.prompt_tokens.inc(len(row.ids))
             self.tokens.inc(len(one.tokens))
             self.draws.inc(sum(one.draws) + one.match_draws)
             for exact in one.exact:

@@ -129,7 +129,8 @@ class Checkpointer:
         Raises:
           UserError: if this checkpoint or the previous one cannot be written.
         """
-        # No collective: at a save every step it would cost time, and `exit_on_failure` ends the other processes.
+        # Only this process checks, as agreeing with the others would cost time at each save. If the check fails, `exit_on_failure`
+        # ends this process, and the others end when they lose it.
         self._check_folder()
         signed = _signed(about | {_STEP: step}, {_PARAMS: params, _TRAINING: training})
         items = {

@@ -35,15 +35,15 @@ class MetricsLog:
         self._path = folder / "metrics.jsonl"
         self._events_folder = folder / "tensorboard"
         self._events: dict[str, tensorboardX.SummaryWriter] = {}
-        records, damaged = _read(self._path)
+        records, damaged = read_with_damage(self._path)
         self._is_damaged, self._is_kept = bool(damaged), False
         self.records: list[dict] = multihost.broadcast(records)
 
     def cut_back(self, stage: str, step: int, num_known: int = 0) -> None:
         """Removes a stage's records after `step`, so that a resumed run writes no step twice.
 
-        A file with damaged lines, or without records that it had, is kept beside the new one, unless an earlier copy has all that
-        is left of it.
+        A file with damaged lines, or without records that it had, is kept beside the new one, unless a copy that was kept earlier
+        begins with the same records.
 
         Args:
           stage: the stage that is resumed.
@@ -59,7 +59,8 @@ class MetricsLog:
         num_lost = num_known - len(self.records)
         if num_lost > 0:
             reason = f"{num_lost} of the {num_known} records up to the checkpoint of {stage}, step {step}, are missing"
-            # A resumed run may be killed again before its first checkpoint, which then knows how many there are.
+            # If the resumed run is killed before its next checkpoint, the next one finds the same records missing, and must not keep
+            # a second copy.
             self._keep(reason, keeps=self._is_damaged or not self._is_in_a_copy(lines))
         elif self._is_damaged:
             self._keep("its damaged lines are left out from now on", keeps=True)
@@ -155,10 +156,10 @@ def read_records(path: pathlib.Path) -> list[dict]:
     Raises:
       UserError: if the file cannot be read.
     """
-    return _read(path)[0]
+    return read_with_damage(path)[0]
 
 
-def _read(path: pathlib.Path) -> tuple[list[dict], list[int]]:
+def read_with_damage(path: pathlib.Path) -> tuple[list[dict], list[int]]:
     """`read_records`, and the numbers of the lines that it warns of."""
     try:
         text = read_file(path).decode("utf-8", "replace")

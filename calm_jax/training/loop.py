@@ -202,7 +202,7 @@ class Trainer:
         Raises:
           Interrupted: after a signal, once a checkpoint is saved.
           OSError: if the output cannot be written, or the text not be read; with a single process, once a checkpoint is saved.
-          UserError: if `max_nonfinite_steps` updates in a row are not finite, or a checkpoint cannot be written.
+          UserError: if `max_nonfinite_steps` updates in a row are not finite, or a checkpoint or the metrics cannot be written.
         """
         stage, config = self._stage, self._stage.training
         self._progress = Progress(stage.name, self._first_step, config.num_steps)
@@ -254,8 +254,8 @@ class Trainer:
                 if step % config.checkpoint_every == 0:
                     self._save(step)
         except OSError as error:
-            # Nobody reads the output any more, as Ctrl-C ends a `| tee`, too, or its terminal is gone; or the text cannot be read. Of
-            # several processes only this one knows.
+            # Printing failed (a closed pipe, a terminal that is gone), or the text could not be read. A single process saves a
+            # checkpoint before it raises the error. With several processes only this one has the error, and saving needs them all.
             if jax.process_count() > 1:
                 raise
             return int(self._state.step), error

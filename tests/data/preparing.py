@@ -50,10 +50,10 @@ def laid_out(folder, files, asked: Options, tokenizer: Tokenizer = BYTES) -> Lay
     work, inputs = folder / "work", Input.of([str(file) for file in files])
     work.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder / "tokenizer")
-    groups = range(len(inputs.groups()))
+    groups = list(enumerate(inputs.groups()))
     for group in groups:
         scan.scan(work, inputs, asked, no_report, group)
-    found, digests = scan.scanned(work, groups)
+    found, digests = scan.scanned(work, range(len(groups)))
     layout = Layout(work, inputs, found, [])
     if not layout.first_document[-1]:
         raise UserError("--input holds no text")

@@ -193,6 +193,8 @@ def test_the_command_refuses_before_it_samples_and_scores_texts_beside_texts(tmp
     line = run(score, floor, f"--write_references={given}", status=2)
     assert "already exists: give another name, or --overwrite" in line
     run(score, floor, f"--write_references={given}", "--positions=3", "--overwrite")
+    line = run(score, floor, f"--write_references={given}", "--overwrite", "--seed=1", status=2)
+    assert "--seed has no meaning with --write_references: leave it out" in line
 
     model = (score, f"--references={given}", f"--model={workdir}")
     output = tmp_path / "s.jsonl"
@@ -206,6 +208,7 @@ def test_the_command_refuses_before_it_samples_and_scores_texts_beside_texts(tmp
         (f"--model={other}",): "give --tokenizer",
         ("--model=gpt2",): "a Hugging Face model begins with hf: (hf:gpt2)",
         (f"--model={other}", f"--samples={output}"): "holds tokens",
+        ("--positions=3",): "--positions has no meaning without --write_references",
     }.items():
         assert message in run(*model, *flags, status=2)
     line = run(

@@ -142,6 +142,9 @@ def test_ways_leave_out_temperatures_that_a_sampler_does_not_take(capsys):
     assert len(names) == len(set(names)) == 1 + 6 + 8
     assert "skipping sampler='published' at temperature 0.7" in capsys.readouterr().out
     assert len(tradeoff.ways(config, sampler, has_autoencoder=False)) == 3
+    # Candidates would be decoded within the measured time, and nobody would see them.
+    shown = dataclasses.replace(sampler, shown_candidates=3)
+    assert tradeoff.ways(config, shown, has_autoencoder=True) == chosen
     hot = dataclasses.replace(config, temperatures=(1.5,))
     with pytest.raises(UserError, match=r"temperature=1\.5"):
         tradeoff.ways(hot, sampler, has_autoencoder=True)

@@ -17,7 +17,7 @@ from calm_jax.brier import Protocol
 from calm_jax.config import resolve
 from calm_jax.data.packing import MASKED
 from calm_jax.errors import UserError
-from calm_jax.losses import Posterior, cross_entropy, energy_score
+from calm_jax.losses import Posterior, Target, cross_entropy, energy_score
 from calm_jax.models import layers, transformer
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM, TokenPredictor
@@ -375,15 +375,17 @@ def test_head_noise_is_uniform_around_zero_and_comes_from_the_positions_key():
 
 @pytest.mark.slow
 def test_head_loss_is_minus_the_energy_score_of_its_draws():
+    """Without the Brier loss of decoded tokens, the loss is the paper's."""
     task, rng = calm_task(), np.random.default_rng(0)
-    params = random_params(task)
+    head, params = task.model.head, {"params": random_params(task)["head"]}
     h_PD = rng.normal(size=(3, D)).astype(np.float32)
     posterior = Posterior(*rng.normal(size=(2, 3, Z)).astype(np.float32))
-    head = {"params": params["head"]}
-    noise, eps = rng.uniform(size=(3, N, E)), rng.normal(size=(3, M, Z)).astype(np.float32)
-    ours = task.model.head.apply(head, h_PD, posterior, noise, eps, method="loss_of_draws")
-    draws = task.model.head.apply(head, h_PD, noise)
-    assert_close(ours, -energy_score(draws, posterior, eps, HEAD.beta), 1e-6)
+    target = Target(posterior, random_tokens(3, K), decode=None, step=0)
+    ours = head.apply(params, h_PD, target, keys(3), method="loss")
+    noise_key_P, target_key_P = jax.vmap(jax.random.split, out_axes=1)(keys(3))
+    eps_PMZ = jax.vmap(lambda key: jax.random.normal(key, (M, Z)))(target_key_P)
+    draws = head.apply(params, h_PD, head.draw_noise(N, noise_key_P))
+    assert_close(ours, -energy_score(draws, posterior, eps_PMZ, HEAD.beta), 1e-6)
 
 
 # --- The auxiliary task

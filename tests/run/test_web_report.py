@@ -7,13 +7,16 @@ import math
 import re
 import uuid
 
+import numpy as np
 import pytest
 
+from calm_jax import brier
+from calm_jax.cli.files import nan_to_none
 from calm_jax.config import Config, resolve
 from calm_jax.cost import flops
 from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
-from calm_jax.run import charts, web_comparison, web_report
+from calm_jax.run import charts, report, web_comparison, web_report
 from calm_jax.run.charts import Series, chart
 from calm_jax.run.run_files import RunFiles
 from calm_jax.run.workdir import Workdir
@@ -185,6 +188,35 @@ def test_a_missing_or_damaged_file_leaves_its_part_out(workdir, name, content):
         path.write_bytes(content)
     assert "Config and text" in Reader(web_report.page(workdir)).texts("h2")
     assert "Runs compared" in web_comparison.comparison({"run": [workdir]})
+
+
+def test_other_line_ends_in_a_text_and_an_unfinished_line_are_no_damage(workdir):
+    """A model of bytes may write U+2028, which JSON strings hold unescaped; the line that is being written is not complete yet."""
+    other = SAMPLE | {"prompt": "a\u2028b\x85c"}
+    text = json.dumps(other, ensure_ascii=False) + "\n"
+    workdir.samples_jsonl_path.write_text(text, encoding="utf-8")
+    for path in (workdir.metrics_path, workdir.samples_jsonl_path, workdir.evaluations_path):
+        with path.open("a") as file:
+            file.write('{"stage": "lm", "spl')
+    files = RunFiles(workdir)
+    assert files.samples == [other] and not files.left_out
+    assert len(files.records) == 8 and len(files.evaluations) == 2
+
+
+def test_steps_without_a_finite_update_do_not_count_for_the_tokens_of_a_step(workdir):
+    """Where all updates of a log interval were skipped, `tokens_per_step` is null."""
+    records = [
+        train_record("lm", step) | {"tokens_per_step": n} for step, n in ((4, 60.0), (8, None))
+    ]
+    write_lines(workdir.metrics_path, records)
+    assert RunFiles(workdir).tokens_per_step["lm"] == 60
+
+
+def test_tables_name_scores_of_nothing():
+    """Results hold NaN before they are written, and None after they are read."""
+    nothing = brier.score(brier.block_sums(np.zeros((1, 2, 4)), np.zeros((1, 2, 4), bool)))
+    for values in (brier.as_values(nothing), nan_to_none(brier.as_values(nothing))):
+        assert set(report.brier_columns(values)) == {"no positions to score"}
 
 
 def places(value, path=()):

@@ -240,6 +240,9 @@ def test_models_health_and_metrics(port):
     assert [count(name) for name in names] == [
         a + b for a, b in zip(before, (1, 10, 3), strict=True)
     ]
+    before = count("calm_prompt_tokens_total")
+    send(port, {"prompt": "a", "seed": 0, "n": 3} | FAST)
+    assert count("calm_prompt_tokens_total") == before + 2  # bos and a byte, once for all texts
     send(port, {"prompt": "a", "seed": -1})
     assert count('calm_requests_total{status="400"}') >= 1
     assert (count("calm_texts_running"), count("calm_texts_waiting")) == (0, 0)

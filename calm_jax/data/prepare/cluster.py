@@ -233,15 +233,14 @@ class Cluster(contextlib.ExitStack):
     def num_workers(self) -> int:
         return len(self.client.scheduler_info(n_workers=-1)["workers"])
 
-    def run(
-        self, function: Callable, arguments: Sequence, progress: Progress | None = None
-    ) -> None:
+    def run(self, function: Callable, arguments: Sequence, title: str = "", total: int = 0) -> None:
         """Calls a function on the workers, once for each argument. If a worker dies, another one takes its task.
 
         Args:
             function: must be picklable.
             arguments: one for each call.
-            progress: shows the tasks' reports, and is closed at the end.
+            title: the name of the pass, for the progress that the tasks report; empty if they report none.
+            total: documents to process; 0 if unknown.
 
         Raises:
             UserError: a task raised it or could not read or write, or workers are lost. The first error cancels all tasks.
@@ -249,6 +248,7 @@ class Cluster(contextlib.ExitStack):
         if not arguments:
             return
         topic = self._marker.name
+        progress = Progress(title, total) if title else None
         if progress is not None:
             self.client.subscribe_topic(topic, lambda event: progress.add(*event[1]))
         futures = self.client.map(function, arguments, pure=False)

@@ -13,7 +13,7 @@ from calm_jax.cli.clock import ends_if_set_back
 from calm_jax.cli.files import os_errors, read_json, write_atomically
 from calm_jax.cli.ownership import LOCK, is_foreign, owned
 from calm_jax.data.prepare import make_shards, scan
-from calm_jax.data.prepare.cluster import Cluster, Progress
+from calm_jax.data.prepare.cluster import Cluster
 from calm_jax.data.prepare.options import KEY, Input, Options
 from calm_jax.data.prepare.scan import Layout
 from calm_jax.data.shards import INDEX, PreparedText
@@ -129,19 +129,19 @@ def _make_layout(cluster: Cluster, work: pathlib.Path, inputs: Input, options: O
     """Does the first pass, without the steps that an earlier run finished."""
     if scan.layout_path(work).exists():
         return Layout.load(work)
-    groups = range(len(inputs.groups()))
-    todo = [group for group in groups if not scan.scan_path(work, group).exists()]
-    progress = Progress("reading", 0)
-    cluster.run(functools.partial(scan.scan, work, inputs, options, cluster.report), todo, progress)
-    files, digests = scan.scanned(work, groups)
+    groups = list(enumerate(inputs.groups()))
+    todo = [group for group in groups if not scan.scan_path(work, group[0]).exists()]
+    call = functools.partial(scan.scan, work, inputs, options, cluster.report)
+    cluster.run(call, todo, "reading")
+    files, digests = scan.scanned(work, range(len(groups)))
     layout = Layout(work, inputs, files, [])
     num_documents, num_parts = int(layout.first_document[-1]), 0
     if not num_documents:
         raise UserError(f"{KEY} holds no text")
     if options.deduplicate:
         num_parts = scan.num_parts(num_documents)
-        todo = [part for part in range(num_parts) if not scan.copies_path(work, part).exists()]
-        cluster.run(functools.partial(scan.find_copies, work, digests, num_parts), todo)
+        parts = [part for part in range(num_parts) if not scan.copies_path(work, part).exists()]
+        cluster.run(functools.partial(scan.find_copies, work, digests, num_parts), parts)
     copies_N = scan.merge_copies(work, layout.first_document, num_parts)
     layout = Layout(work, inputs, files, scan.shard_bounds(files, options, copies_N))
     layout.save()
@@ -156,9 +156,9 @@ def _check_touched(cluster: Cluster, work: pathlib.Path, layout: Layout, options
     with os_errors(KEY, "read"):
         touched = layout.touched()
     if touched:
-        progress = Progress("checking", sum(layout.files[n]["documents"] for n in touched))
         call = functools.partial(make_shards.check_text, work, options, cluster.report)
-        cluster.run(call, touched, progress)
+        total = sum(layout.files[n]["documents"] for n in touched)
+        cluster.run(call, touched, "checking", total)
 
 
 def prepare(
@@ -219,9 +219,9 @@ def prepare(
             todo = make_shards.pending(output, layout.num_shards)
             if len(todo) < layout.num_shards:
                 _check_touched(cluster, work, layout, options)
-            progress = Progress("tokenising", sum(map(layout.num_kept, todo)))
             call = functools.partial(make_shards.make_shards, output, work, options, cluster.report)
-            cluster.run(call, _runs(layout, todo, cluster.num_workers), progress)
+            total = sum(map(layout.num_kept, todo))
+            cluster.run(call, _runs(layout, todo, cluster.num_workers), "tokenising", total)
         index = make_shards.write_index(output, layout, options, tokenizer)
         _delete(work)
         return index

@@ -47,7 +47,13 @@ def layout_path(work: pathlib.Path) -> pathlib.Path:
     return work / "checked.json"
 
 
-def scan(work: pathlib.Path, inputs: Input, options: Options, report: Report, group: int) -> None:
+def scan(
+    work: pathlib.Path,
+    inputs: Input,
+    options: Options,
+    report: Report,
+    numbered: tuple[int, tuple[int, int]],
+) -> None:
     """Reads a group of files once, and writes the counts, marks and checks of each to `scan_path`.
 
     A mark is a place where reading can begin: `(documents, characters, records, bytes)` of the file before it. A check is
@@ -60,9 +66,10 @@ def scan(work: pathlib.Path, inputs: Input, options: Options, report: Report, gr
         inputs: all input files.
         options: how they are processed.
         report: called with the progress, see `Report`.
-        group: the index in `inputs.groups()` of the files to read.
+        numbered: the index and the value of an item of `inputs.groups()`, the files to read.
     """
-    first, stop = inputs.groups()[group]
+    # Given, as the groups depend on the files' present sizes.
+    group, (first, stop) = numbered
     digests = _Digests(work, group) if options.deduplicate else None
     found = []
     for number in range(first, stop):

@@ -18,7 +18,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError, require_at_least
-from calm_jax.losses import Posterior, Target, decoded_brier, energy_score
+from calm_jax.losses import Target, decoded_brier, energy_score
 from calm_jax.models.layers import (
     gated_halves,
     layer_norm,
@@ -187,9 +187,3 @@ class EnergyHead(nn.Module):
         has_begun = target.step >= self.config.decoded_brier_delay
         none = jnp.zeros_like(loss_P)
         return loss_P + weight * jax.lax.cond(has_begun, brier, lambda _: none, x_PNZ)
-
-    def loss_of_draws(
-        self, h_PD: Array, posterior: Posterior, noise_PNE: Array, eps_PMZ: Array
-    ) -> Array:
-        """Minus the energy score for given noise, and for target draws made of the given standard normal `eps`."""
-        return -energy_score(self(h_PD, noise_PNE), posterior, eps_PMZ, self.config.beta)
