@@ -38,7 +38,7 @@ from calm_jax.cli.command import command
 from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError
 from calm_jax.run.workdir import OWN_FILES
-from calm_jax.training.checkpoint import latest_step
+from calm_jax.training.checkpoint_files import latest_step
 from tests.tiny_model import tiny
 
 _FOLDER = flags.DEFINE_string("folder", "", "folder for runs and results")

@@ -73,15 +73,15 @@ def make_lm_task(config: Config, tokenizer: Tokenizer | Vocabulary, protocol: Pr
 
 
 def stage_of(
-    config: Config, stage: str, words: Tokenizer | Vocabulary
+    config: Config, stage: str, tokenizer: Tokenizer | Vocabulary
 ) -> tuple[Task, Task | None, optax.GradientTransformation]:
     """The stage's task, the task whose parameters are frozen in it (None if there are none), and its optimizer."""
     section = getattr(config, stage)
     optimizer = make_optimizer(section.optimizer, section.training.num_steps)
-    autoencoder = make_autoencoder_task(config, words) if config.has_autoencoder else None
+    autoencoder = make_autoencoder_task(config, tokenizer) if config.has_autoencoder else None
     if autoencoder is not None and stage == "autoencoder":
         return autoencoder, None, optimizer
-    return make_lm_task(config, words, config.eval.published), autoencoder, optimizer
+    return make_lm_task(config, tokenizer, config.eval.published), autoencoder, optimizer
 
 
 def check_attention(config: Config) -> None:

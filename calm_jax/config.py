@@ -121,13 +121,15 @@ class Config:
                 raise UserError(
                     f"{name}.data.block_tokens={block} must be a multiple of chunk_size={self.chunk_size}"
                 )
-            _check_batch(f"{name}.training.batch_size", stage.training.batch_size, block)
+            _check_batch_tokens(f"{name}.training.batch_size", stage.training.batch_size, block)
             if block < 2 * self.chunk_size:
                 raise UserError(
                     f"{name}.data.block_tokens={block} must hold at least 2 chunks of chunk_size={self.chunk_size}"
                 )
         block = self.lm.data.block_tokens
-        _check_batch("eval.batch_size", self.eval.batch_size, max(block, self.eval.block_tokens))
+        _check_batch_tokens(
+            "eval.batch_size", self.eval.batch_size, max(block, self.eval.block_tokens)
+        )
         if not len(self.eval.published.starts(block, self.chunk_size)):
             raise UserError(
                 f"lm.data.block_tokens={block} is too short to score: scoring needs at least four tokens after the "
@@ -272,7 +274,7 @@ def _as_float(key: str, value: int) -> float:
         raise UserError(f"{key}={str(value)[:20]}... must be a finite number") from error
 
 
-def _check_batch(key: str, rows: int, block: int) -> None:
+def _check_batch_tokens(key: str, rows: int, block: int) -> None:
     if rows * block > _MOST_BATCH_TOKENS:
         raise UserError(
             f"{key}={rows} blocks of {block} tokens are more than {_MOST_BATCH_TOKENS} tokens at once"

@@ -6,7 +6,7 @@ from calm_jax.config import Config
 from calm_jax.run import report
 from calm_jax.run.run_files import RunFiles
 from calm_jax.run.workdir import Workdir
-from calm_jax.training import checkpoint
+from calm_jax.training import checkpoint_files
 
 _HEADS = {
     "energy": "energy head",
@@ -34,7 +34,7 @@ def _training(config: Config, run: RunFiles) -> list[str]:
     lines = []
     workdir = run.workdir
     for stage, name in (("autoencoder", "autoencoder"), ("lm", "language model")):
-        steps = checkpoint.latest_step(workdir.checkpoints(stage))
+        steps = checkpoint_files.latest_step(workdir.checkpoints(stage))
         if steps and not (stage == "autoencoder" and config.autoencoder_source):
             rows, tokens = getattr(config, stage).training.batch_size, run.tokens_per_step[stage]
             number = "" if math.isnan(tokens) else f", {steps * tokens:,.0f} tokens in all"

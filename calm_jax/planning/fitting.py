@@ -352,7 +352,7 @@ class FittedStep(NamedTuple):
 def fit_here(
     config: Config,
     stage: str,
-    words: Tokenizer | Vocabulary,
+    tokenizer: Tokenizer | Vocabulary,
     frozen: Params,
     key: Array,
     mesh: Mesh,
@@ -362,7 +362,7 @@ def fit_here(
     Args:
       config: the recipe.
       stage: "autoencoder" or "lm".
-      words: the tokenizer or its vocabulary.
+      tokenizer: the tokenizer or its vocabulary.
       frozen: arrays or shapes of the parameters that the stage reads and does not train.
       key: the random key of the stage's training.
       mesh: the devices; must be the current mesh (`jax.set_mesh`).
@@ -374,15 +374,15 @@ def fit_here(
     began = time.monotonic()
 
     def measure(one: Config) -> Need:
-        task, _, optimizer = stage_of(one, stage, words)
+        task, _, optimizer = stage_of(one, stage, tokenizer)
         section = getattr(one, stage)
         program = step_program(
-            task, optimizer, section.training, section.data, frozen, key, words.pad_id, mesh
+            task, optimizer, section.training, section.data, frozen, key, tokenizer.pad_id, mesh
         )
         arguments = bytes_of(program.arguments)
         compiled = compile_program(program.step.lower(*program.arguments), arguments)
         programs[one] = compiled.program
-        seconds = least_seconds(compiled.program, one, stage, mesh, words.vocab_size, rates)
+        seconds = least_seconds(compiled.program, one, stage, mesh, tokenizer.vocab_size, rates)
         return Need(arguments, sum(compiled.memory.values()), seconds)
 
     # The first of all processes' devices, and the smallest memory of all, so that all processes choose the same.
@@ -390,7 +390,7 @@ def fit_here(
     rates = accelerator(device.device_kind, mesh.size)
     share = _SHARE_OF_HOST if device.platform == "cpu" else SHARE
     available = share * min(multihost.all_gather(memory_here()))
-    every = candidates(config, stage, mesh, words.vocab_size, rates)
+    every = candidates(config, stage, mesh, tokenizer.vocab_size, rates)
     found = fit_to_memory(every, stage, available, measure)
     values = ", ".join(f"{name}={value}" for name, value in chosen(found.config, stage).items())
     size = f"{found.need.total / 2**30:.2f} GiB of {available / 2**30:.2f} GiB a device"

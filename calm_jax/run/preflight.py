@@ -20,7 +20,7 @@ from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
 from calm_jax.run.dataset import Dataset, read_corpus, reads_train_files
 from calm_jax.run.workdir import Workdir, describe
-from calm_jax.training import checkpoint
+from calm_jax.training import checkpoint_files
 from calm_jax.training.log import read_records
 from calm_jax.training.step import check_batches
 
@@ -87,7 +87,7 @@ def _open_source(key: str, name: str, stages: Sequence[str], workdir: Workdir) -
     if not source.exists:
         raise UserError(f"{key}={name!r} is no workdir")
     for stage in stages:
-        if checkpoint.latest_step(source.checkpoints(stage)) is None:
+        if checkpoint_files.latest_step(source.checkpoints(stage)) is None:
             what = "autoencoder" if stage == "autoencoder" else "language model"
             raise UserError(f"{key}={name!r} has no trained {what}")
     return source
@@ -106,7 +106,7 @@ def _find_sources(
     """
 
     def has(stage: str) -> bool:
-        return not fresh and checkpoint.latest_step(workdir.checkpoints(stage)) is not None
+        return not fresh and checkpoint_files.latest_step(workdir.checkpoints(stage)) is not None
 
     initial = autoencoder = None
     to_begin = [
@@ -165,10 +165,12 @@ def is_finished(config: Config, workdir: Workdir) -> bool:
         return False
     if not all(isinstance(done.get(name), dict) for name in config.stages):
         return False
-    steps = {name: checkpoint.latest_step(workdir.checkpoints(name)) for name in config.stages}
+    steps = {
+        name: checkpoint_files.latest_step(workdir.checkpoints(name)) for name in config.stages
+    }
     if (
         config.has_autoencoder
-        and checkpoint.latest_step(workdir.checkpoints("autoencoder")) is None
+        and checkpoint_files.latest_step(workdir.checkpoints("autoencoder")) is None
     ):
         return False
     return all(
@@ -183,7 +185,7 @@ def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> N
     """Raises `UserError` where stage 2 lacks an autoencoder, or stage 1 would change it under a trained language model."""
     if config.autoencoder_source or not config.has_autoencoder:
         return
-    step = None if fresh else checkpoint.latest_step(workdir.checkpoints("autoencoder"))
+    step = None if fresh else checkpoint_files.latest_step(workdir.checkpoints("autoencoder"))
     if config.stage == "lm" and step is None:
         found = "--overwrite deletes that of" if workdir.exists and fresh else "there is none in"
         raise UserError(
@@ -206,7 +208,7 @@ def _check_checkpoints(config: Config, workdir: Workdir) -> None:
     has_lm = workdir.has_lm
     for name in ("autoencoder", "lm") if config.has_autoencoder else ("lm",):
         folder = workdir.checkpoints(name)
-        if checkpoint.latest_step(folder) is not None:
+        if checkpoint_files.latest_step(folder) is not None:
             continue
         what = "the language model was trained on it"
         if name == "lm" or not has_lm:
@@ -349,7 +351,7 @@ def _check(
             workdir.import_autoencoder(autoencoder)
         if initial is not None:
             for name in config.stages:
-                has_begun = checkpoint.latest_step(workdir.checkpoints(name)) is not None
+                has_begun = checkpoint_files.latest_step(workdir.checkpoints(name)) is not None
                 if not has_begun and not workdir.initial(name).exists():
                     workdir.import_initial(initial, name)
 

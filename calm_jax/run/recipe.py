@@ -30,7 +30,7 @@ from calm_jax.run.run_files import as_float, is_complete
 from calm_jax.run.workdir import Workdir
 from calm_jax.sampling.config import SamplerConfig
 from calm_jax.tasks import AutoencoderTask, LmTask, Params
-from calm_jax.training import checkpoint
+from calm_jax.training import checkpoint_files
 from calm_jax.training.checkpoint import Checkpointer
 from calm_jax.training.log import MetricsLog
 from calm_jax.training.loop import Profile, Stage, Trainer, training_key
@@ -163,7 +163,7 @@ class Run:
         config, workdir, mesh = self.config, self.workdir, self.mesh
         if not fitting.is_automatic(config, name):
             return config, None
-        step = multihost.broadcast(checkpoint.latest_step(workdir.checkpoints(name)))
+        step = multihost.broadcast(checkpoint_files.latest_step(workdir.checkpoints(name)))
         every = fitting.candidates(config, name, mesh, self.tokenizer.vocab_size, rates=None)
         if step is not None and step >= getattr(config, name).training.num_steps:
             # The stage has no step left to train, so any choice will do.
@@ -201,7 +201,9 @@ class Run:
 
     def validate(self, name: str, evaluator: Evaluator, params: Params, frozen: Params) -> dict:
         """A stage's metrics over the whole validation split: read from the log if all are there, else computed."""
-        step = multihost.broadcast(checkpoint.latest_step(self.workdir.checkpoints(name))) or 0
+        step = (
+            multihost.broadcast(checkpoint_files.latest_step(self.workdir.checkpoints(name))) or 0
+        )
         known = self.log.find(name, "validation", step)
         if known is not None and is_complete(name, known):
             return known
@@ -418,6 +420,6 @@ def _score(run: Run, ways: list[SamplerConfig]) -> dict[str, Mapping]:
             results["equal_context_floor"] = brier.as_values(run.text.equal_context_floor())
     for name in ("autoencoder", "lm"):
         if name in results:
-            step = checkpoint.latest_step(workdir.checkpoints(name))
+            step = checkpoint_files.latest_step(workdir.checkpoints(name))
             results[name] = {"step": step, **results[name]}
     return results

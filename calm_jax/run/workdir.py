@@ -40,7 +40,7 @@ from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.parallel.multihost import PROBE_FILE
 from calm_jax.tasks import AutoencoderTask, LmTask, Params
-from calm_jax.training import checkpoint
+from calm_jax.training import checkpoint, checkpoint_files
 
 # Only a workdir of converted parameters has this file.
 _ORIGIN = "converted.json"
@@ -158,7 +158,7 @@ class Workdir:
     @property
     def has_lm(self) -> bool:
         """Whether there is a checkpoint of the language model."""
-        return checkpoint.latest_step(self.checkpoints("lm")) is not None
+        return checkpoint_files.latest_step(self.checkpoints("lm")) is not None
 
     @functools.cached_property
     def config(self) -> Config:
@@ -178,7 +178,7 @@ class Workdir:
     def facts(self) -> dict[str, Any]:
         """Config, tokenizer and steps of the latest checkpoints, which must be equal on all processes."""
         steps = {
-            f"checkpoint of {stage}": checkpoint.latest_step(self.checkpoints(stage))
+            f"checkpoint of {stage}": checkpoint_files.latest_step(self.checkpoints(stage))
             for stage in ("autoencoder", "lm")
         }
         known = dict(leaves(as_dict(self.config)))
@@ -353,7 +353,7 @@ class Workdir:
 
     def import_autoencoder(self, source: "Workdir") -> None:
         """Copies the latest autoencoder checkpoint of another workdir."""
-        checkpoint.copy_latest(
+        checkpoint_files.copy_latest(
             source.checkpoints("autoencoder"), self.checkpoints("autoencoder"), leave_out=()
         )
 
@@ -363,7 +363,7 @@ class Workdir:
 
     def import_initial(self, source: "Workdir", stage: str) -> None:
         """Copies the latest parameters of `source` as initial ones, so that the run does not depend on that folder later."""
-        checkpoint.copy_latest(
+        checkpoint_files.copy_latest(
             source.checkpoints(stage), self.initial(stage), leave_out=("training",)
         )
 

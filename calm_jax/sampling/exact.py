@@ -17,8 +17,8 @@ from calm_jax.sampling.config import SamplerConfig
 from calm_jax.sampling.counting import count_draws
 from calm_jax.sampling.search import (
     FIRST_POOL,
-    Found,
     Sampled,
+    Search,
     finished,
     for_active,
     from_pool,
@@ -76,10 +76,10 @@ def pooled(
     last = len(sizes) - 1
     found = new_search(model, h_BD, key_B, active_B, config)
 
-    def affords(found: Found) -> Array:
+    def affords(found: Search) -> Array:
         return found.draws + jnp.asarray(sizes)[found.level] + block <= budget
 
-    def try_pool(given: tuple[Array, Array], found: Found, level: int) -> Found:
+    def try_pool(given: tuple[Array, Array], found: Search, level: int) -> Search:
         h_GD, key_G = given
         size = sizes[level]
         draw_key_G, emit_key_G, pick_key_G, fraction_key_G = keys(key_G, found.rounds, 4)
@@ -105,7 +105,7 @@ def pooled(
             return found._replace(done=found.exact)
         return accept_fraction(model, h_GD, fraction_key_G, found, a, block, budget)
 
-    def try_all(found: Found) -> Found:
+    def try_all(found: Search) -> Search:
         for level, size in enumerate(sizes):
             group = max(1, config.draws_at_once // max(size, block))
             found = for_active(
@@ -127,11 +127,11 @@ def accept_fraction(
     model: ChunkModel,
     h_GD: Array,
     key_G: Array,
-    found: Found,
+    found: Search,
     a: float,
     block: int,
     budget: int,
-) -> Found:
+) -> Search:
     """The fraction step: accepts the candidate chunk x of each row with probability p(x)^a, namely if one of R draws is x.
 
     R is drawn by `temperature.patience`. A row whose budget ends before R draws are made keeps its candidate, as not
@@ -157,11 +157,11 @@ def accept_fraction(
     tokens_GK = model.decode(found.latent[:, None])[:, 0]
     chunk_size = tokens_GK.shape[1]
 
-    def searching(state: tuple[Found, Array, Array]) -> Array:
+    def searching(state: tuple[Search, Array, Array]) -> Array:
         _, searching_G, _ = state
         return searching_G.any()
 
-    def search(state: tuple[Found, Array, Array]) -> tuple[Found, Array, Array]:
+    def search(state: tuple[Search, Array, Array]) -> tuple[Search, Array, Array]:
         found, searching_G, made = state
         block_key_G = jax.vmap(jax.random.fold_in, (0, None))(key_G, made)
         drawn_GNK = model.draw(h_GD, block, block_key_G)

@@ -57,7 +57,7 @@ class Sampled(NamedTuple):
     candidates: Candidates | None = None
 
 
-class Found(NamedTuple):
+class Search(NamedTuple):
     """The state of each row's search.
 
     Attributes:
@@ -111,12 +111,12 @@ def no_candidates(like_BX: Array, config: SamplerConfig) -> Candidates | None:
 
 def new_search(
     model: ChunkModel, h_BD: Array, key_B: Array, active_B: Array, config: SamplerConfig
-) -> Found:
+) -> Search:
     """The searches before their first draw; rows that are not active are done."""
     latent = jax.eval_shape(lambda: model.latents(h_BD, 1, key_B, 1))
     zero_B = jnp.zeros(len(h_BD), jnp.int32)
     latent_BZ = jnp.zeros((len(h_BD), latent.shape[-1]), latent.dtype)
-    return Found(
+    return Search(
         latent_BZ,
         draws=zero_B,
         decoded=zero_B,
@@ -128,7 +128,7 @@ def new_search(
     )
 
 
-def finished(model: ChunkModel, found: Found, active_B: Array) -> Sampled:
+def finished(model: ChunkModel, found: Search, active_B: Array) -> Sampled:
     """The result of the searches: decodes their latents."""
     tokens_BK = model.decode(found.latent[:, None])[:, 0]
     decoded_B = found.decoded + tokens_BK.shape[1] * active_B
@@ -147,14 +147,14 @@ def from_pool(
     model: ChunkModel,
     h_BD: Array,
     key_B: Array,
-    found: Found,
+    found: Search,
     size: int,
     config: SamplerConfig,
     leave_out: bool,
-) -> Found:
+) -> Search:
     """Draws one pool of `size` and chooses from it by `temperature.log_weights`, for the rows that are not done."""
 
-    def step(given: tuple[Array, Array], found: Found) -> Found:
+    def step(given: tuple[Array, Array], found: Search) -> Search:
         h_GD, key_G = given
         draw_key_G, pick_key_G = keys(key_G, found.rounds, 2)
         latent_GNZ = model.latents(h_GD, size, draw_key_G, 1)

@@ -22,7 +22,8 @@ from calm_jax.parallel.signals import NoteSignal
 from calm_jax.rng import stream
 from calm_jax.tasks import Params, Task
 from calm_jax.tasks.base import ratio
-from calm_jax.training.checkpoint import Checkpointer, check_step
+from calm_jax.training.checkpoint import Checkpointer
+from calm_jax.training.checkpoint_files import check_step
 from calm_jax.training.log import MetricsLog
 from calm_jax.training.norms import by_layer, make_norms
 from calm_jax.training.optimizer import OptimizerConfig, make_optimizer, make_schedule

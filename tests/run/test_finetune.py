@@ -20,7 +20,7 @@ from calm_jax.errors import UserError
 from calm_jax.parallel.mesh import make_mesh
 from calm_jax.run.workdir import Workdir, fingerprint
 from calm_jax.tasks.language_model import counted_chunks
-from calm_jax.training.checkpoint import latest_step
+from calm_jax.training.checkpoint_files import latest_step
 from configs import common
 from configs import finetune as finetune_recipe
 from tests import tiny_recipe

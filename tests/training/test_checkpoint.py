@@ -19,8 +19,9 @@ import tensorboardX
 from calm_jax.cli import files
 from calm_jax.errors import UserError
 from calm_jax.parallel.mesh import MeshConfig, make_mesh
-from calm_jax.training import checkpoint
-from calm_jax.training.checkpoint import Checkpointer, latest_step, load_params
+from calm_jax.training import checkpoint, checkpoint_files, late_errors
+from calm_jax.training.checkpoint import Checkpointer, load_params
+from calm_jax.training.checkpoint_files import latest_step
 from calm_jax.training.checksums import checksums
 from calm_jax.training.log import MetricsLog
 from tests.simulated_devices import run_program
@@ -228,7 +229,7 @@ def test_a_copy_of_a_checkpoint_is_synced_before_it_has_its_name(tmp_path, monke
             synced.add(path)
 
     monkeypatch.setattr(files, "sync", sync)
-    checkpoint.copy_latest(tmp_path / "lm", target, leave_out=("training",))
+    checkpoint_files.copy_latest(tmp_path / "lm", target, leave_out=("training",))
     renamed = {tmp_path / "init_lm" / path.relative_to(tmp_path / "init_lm.tmp") for path in synced}
     assert renamed == {target, *target.rglob("*")}
     with jax.set_mesh(mesh):
@@ -241,7 +242,7 @@ def test_checkpoints_that_are_gone_leave_no_copy(tmp_path):
     """As where the source is overwritten while the text is read."""
     (tmp_path / "lm").mkdir()
     with pytest.raises(UserError, match=r"/lm holds no checkpoint: were its checkpoints deleted"):
-        checkpoint.copy_latest(tmp_path / "lm", tmp_path / "init_lm", leave_out=())
+        checkpoint_files.copy_latest(tmp_path / "lm", tmp_path / "init_lm", leave_out=())
     assert [path.name for path in tmp_path.iterdir()] == ["lm"]
 
 
@@ -249,7 +250,7 @@ def test_a_source_that_cannot_be_read_is_not_taken_for_a_full_disk(tmp_path):
     save(tmp_path / "lm")
     (tmp_path / "lm" / "20" / "params" / "more").symlink_to("/proc/self/mem")
     with pytest.raises(UserError, match=r"/lm/20 is damaged \(.*Input/output error"):
-        checkpoint.copy_latest(tmp_path / "lm", tmp_path / "init_lm", leave_out=())
+        checkpoint_files.copy_latest(tmp_path / "lm", tmp_path / "init_lm", leave_out=())
 
 
 @pytest.mark.parametrize("deleted", ["before it is listed", "before it is copied"])
@@ -258,7 +259,7 @@ def test_a_checkpoint_that_a_training_deletes_meanwhile_is_not_copied(
 ):
     """In part, it would be found damaged only when it is loaded, and again each time."""
     save(tmp_path / "lm")
-    entries = checkpoint._entries
+    entries = checkpoint_files._entries
 
     def delete():
         shutil.copytree(tmp_path / "lm" / "20", tmp_path / "lm" / "30")
@@ -269,20 +270,20 @@ def test_a_checkpoint_that_a_training_deletes_meanwhile_is_not_copied(
             delete()
             return entries(folder)
         found = entries(folder)
-        monkeypatch.setattr(checkpoint, "latest_step", deleted_after)
+        monkeypatch.setattr(checkpoint_files, "latest_step", deleted_after)
         return found
 
     def deleted_after(folder):
-        monkeypatch.setattr(checkpoint, "latest_step", latest_step)
+        monkeypatch.setattr(checkpoint_files, "latest_step", latest_step)
         delete()
         return 20
 
-    monkeypatch.setattr(checkpoint, "_entries", listed)
+    monkeypatch.setattr(checkpoint_files, "_entries", listed)
     with pytest.raises(UserError, match=r"/lm/20 was deleted or replaced while it was being read"):
-        checkpoint.copy_latest(tmp_path / "lm", tmp_path / "init_lm", leave_out=())
+        checkpoint_files.copy_latest(tmp_path / "lm", tmp_path / "init_lm", leave_out=())
     assert not (tmp_path / "init_lm").exists()
     monkeypatch.undo()
-    checkpoint.copy_latest(tmp_path / "lm", tmp_path / "init_lm", leave_out=())
+    checkpoint_files.copy_latest(tmp_path / "lm", tmp_path / "init_lm", leave_out=())
     assert latest_step(tmp_path / "init_lm") == 30
 
 
@@ -323,7 +324,7 @@ def test_reads_that_end_after_an_error_print_nothing(tmp_path, monkeypatch, capl
     """At any time after it: TensorStore's threads report them to the hook, and asyncio logs those that nobody asked for."""
     shown = []
     monkeypatch.setattr(sys, "unraisablehook", shown.append)
-    checkpoint._hide_late_errors.cache_clear()
+    late_errors.hide_late_errors.cache_clear()
     saved = save(tmp_path / "lm")
     files = (tmp_path / "lm" / "20" / "params" / "d").iterdir()
     largest = max(files, key=lambda one: one.stat().st_size)

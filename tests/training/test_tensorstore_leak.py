@@ -16,7 +16,8 @@ import gc, json, pathlib, sys, tempfile
 import jax.numpy as jnp
 import tensorstore
 from calm_jax.training import tensorstore_leak
-from calm_jax.training.checkpoint import Checkpointer, latest_step
+from calm_jax.training.checkpoint import Checkpointer
+from calm_jax.training.checkpoint_files import latest_step
 if sys.argv[1] == "as it is":
     tensorstore_leak.leaks = lambda: False
 params = {str(number): jnp.full((2, 2), number) for number in range(60)}
