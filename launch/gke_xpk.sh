@@ -12,7 +12,10 @@
 #   --docker_image=IMAGE: an image with the checkout as working directory and calm_jax installed; or
 #   --base_docker_image=IMAGE (python:3.12): xpk adds all of this checkout to it, with runs/ and prepared/, and every start of the
 #       container installs calm_jax;
-#   all other flags: those of python -m calm_jax.main.
+#   all other flags: those of python -m calm_jax.main. The paper's recipes read the folder prepared/ of the checkout. Keep it out of
+#       an image, as it has more than 1 TB, and name the text on the storage: --config.data.train_files=/mnt/calm/prepared/pile/lm
+#       --config.data.autoencoder_files=/mnt/calm/prepared/pile/autoencoder
+#       --config.data.validation_files=/mnt/calm/prepared/wikitext.jsonl
 #
 # A pod that has to leave gets SIGTERM; all pods save at the same step and end with status 75, and the workload is restarted. It is
 # also restarted when a pod is killed or loses its node. Any other status ends the workload. After --max_restarts restarts, give

@@ -9,8 +9,8 @@
 # WikiText-103's test articles, one object with the field "text" a line.
 # DIR may be remote, such as hf://datasets/monology/pile-uncopyrighted/train; every file is read at least twice, and more often
 # with many workers.
-# Costs: about 300 billion tokens for the language model, and as many for the baseline, each at 1.5 million tokens per second and
-# core (some 60 core hours) and 4 bytes per token on disk (1.2 TB). --parts=autoencoder,lm leaves the baseline out.
+# Costs: 1.2 TB of disk and some 60 core hours for CALM's text (about 300 billion tokens of 4 bytes, 1.5 million a second and core), and
+# as much again for the baseline's. By default both are made; --parts=autoencoder,lm leaves the baseline's out.
 # After an interruption, the same command resumes.
 set -euo pipefail
 # shellcheck source=launch/common.sh

@@ -8,7 +8,10 @@
 #   launch/tpu_pod.sh status|logs|stop|delete --name=calm --zone=ZONE
 #
 # All commands take --project=PROJECT (default: gcloud's) and --dry_run; logs takes --worker=N (0), resume --poll=SECONDS (60).
-# Every other flag of run and resume is one of python -m calm_jax.main.
+# Every other flag of run and resume is one of python -m calm_jax.main. The paper's recipes read the folder prepared/ of the checkout,
+# which the hosts do not have. Name the text on the shared file system:
+#   --config.data.train_files=/mnt/calm/prepared/pile/lm --config.data.autoencoder_files=/mnt/calm/prepared/pile/autoencoder \
+#   --config.data.validation_files=/mnt/calm/prepared/wikitext.jsonl
 #
 # run starts launch/single_host.sh on every host and returns; its output is in ~/calm_jax/run.log of the host. stop asks all hosts
 # to save and to end. resume does not return: it waits for the slice, sets it up, starts the run, and polls it. It deletes a queued
