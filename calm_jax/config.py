@@ -358,13 +358,26 @@ _TRAINING_KEYS = (
     "lm.data.",
     "lm.training.batch_size",
 )
-# Exceptions, which may differ: these keys change only how a value is computed, how a head is sampled, how text is read, how bad
-# records are handled or where the tokenizer's file is.
+# Keys of a model that change how it is computed, and no number but for rounding.
+COMPUTATION_KEYS = ("lm.model.remat", "lm.model.attention")
+# Keys of a head that change how it is sampled.
+_HEAD_SAMPLING_KEYS = ("lm.head.num_steps", "lm.head.solver")
+# Keys of a model that change how it is trained.
+_LOSS_KEYS = (
+    *("autoencoder.model.dropout", "autoencoder.model.kl_clamp", "autoencoder.model.kl_weight"),
+    *("lm.head.num_samples", "lm.head.num_target_samples", "lm.head.beta"),
+    "lm.head.decoded_brier_weight",
+    "lm.head.decoded_brier_delay",
+    "lm.head.decoded_brier_temperature",
+)
+# Keys of a model that change neither which parameters it has nor what they mean: a run may start from the parameters of a run with
+# other values.
+NO_PARAMETER_KEYS = COMPUTATION_KEYS + _HEAD_SAMPLING_KEYS + _LOSS_KEYS
+# Exceptions, which may differ in a run that goes on: the last three change how text is read, how bad records are handled and where
+# the tokenizer's file is.
 _FREE_KEYS = (
-    "lm.model.remat",
-    "lm.model.attention",
-    "lm.head.num_steps",
-    "lm.head.solver",
+    *COMPUTATION_KEYS,
+    *_HEAD_SAMPLING_KEYS,
     "data.on_bad_record",
     "data.read_threads",
     "tokenizer.path",

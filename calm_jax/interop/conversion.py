@@ -14,7 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
-from calm_jax.config import MODEL_KEYS, Config, resolve
+from calm_jax.config import COMPUTATION_KEYS, MODEL_KEYS, Config, resolve
 from calm_jax.data.tokenizers import Tokenizer, TokenizerConfig
 from calm_jax.errors import UserError
 from calm_jax.interop import names, published
@@ -23,9 +23,6 @@ from calm_jax.interop.published import PublishedConfig
 from calm_jax.interop.source import check_tokenizer
 from calm_jax.interop.weights import Weights
 from calm_jax.tasks import AutoencoderTask, LmTask
-
-# The checkpoint decides the recipe's `MODEL_KEYS`, except these, which change no parameter.
-_FREE_KEYS = ("lm.model.remat", "lm.model.attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +97,7 @@ def _recipe(
       UserError: for a user's key that the checkpoint decides.
     """
     for key in overrides:
-        if key.startswith(MODEL_KEYS) and key not in _FREE_KEYS:
+        if key.startswith(MODEL_KEYS) and key not in COMPUTATION_KEYS:
             raise UserError(f"--config.{key}: the checkpoint decides this key")
         if key in ("init_from", "autoencoder.checkpoint"):
             raise UserError(f"--config.{key}: the parameters come from the checkpoint")

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from calm_jax.build import check_attention
 from calm_jax.cli.files import local_path, read_json
-from calm_jax.config import Config, as_dict, leaves
+from calm_jax.config import NO_PARAMETER_KEYS, Config, as_dict, leaves
 from calm_jax.data.corpus import Corpus
 from calm_jax.data.tokenizers import Tokenizer, check_path, make_tokenizer
 from calm_jax.errors import UserError
@@ -23,22 +23,6 @@ from calm_jax.run.workdir import Workdir, describe
 from calm_jax.training import checkpoint_files
 from calm_jax.training.log import read_records
 from calm_jax.training.step import check_batches
-
-# Keys that change how a model is trained or sampled, but not which parameters it has or what they mean.
-_NOT_COMPARED = {
-    "autoencoder.model": ("dropout", "kl_clamp", "kl_weight"),
-    "lm.head": (
-        "num_samples",
-        "num_target_samples",
-        "beta",
-        "decoded_brier_weight",
-        "decoded_brier_delay",
-        "decoded_brier_temperature",
-        "num_steps",
-        "solver",
-    ),
-    "lm.model": ("remat", "attention"),
-}
 
 
 def _check_fits(
@@ -58,7 +42,7 @@ def _check_fits(
     def compare(name: str, ours: Any, other: Any) -> None:
         ours, other = dataclasses.asdict(ours), dataclasses.asdict(other)
         for field in ours | other:
-            if field not in _NOT_COMPARED[name]:
+            if f"{name}.{field}" not in NO_PARAMETER_KEYS:
                 ours_and_theirs[f"{name}.{field}"] = (ours.get(field), other.get(field))
 
     if config.has_autoencoder:
