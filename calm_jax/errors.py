@@ -22,6 +22,11 @@ def reason_of(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
+def typed_reason_of(error: BaseException) -> str:
+    """`reason_of` after the error's type, for messages that may be short, such as a missing key."""
+    return f"{type(error).__name__}: {reason_of(error)}"
+
+
 class Interrupted(BaseException):
     """A signal (SIGTERM, SIGHUP or Ctrl-C) stopped the run. The message says what was saved.
 

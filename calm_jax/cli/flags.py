@@ -14,7 +14,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from calm_jax.cli.files import local_path
-from calm_jax.errors import UserError, nearest
+from calm_jax.errors import UserError, nearest, typed_reason_of
 
 # Flags that functions of this module define appear in the --help of the command that calls them.
 flags.disclaim_key_flags()
@@ -111,7 +111,7 @@ class _RecipeParser(flags.ArgumentParser):
         except UserError:
             raise
         except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = typed_reason_of(error)
             if "get_config() takes 0 positional" in reason:
                 reason = "this recipe takes no argument after a colon"
             raise UserError(f"--config={recipe_flag}: {reason}") from error

@@ -29,7 +29,7 @@ from calm_jax.data.files import (
     state,
     too_long,
 )
-from calm_jax.errors import UserError, reason_of
+from calm_jax.errors import UserError, reason_of, typed_reason_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,8 +198,8 @@ def _read_parquet(file: str, name: str, reading: Reading, start: Place) -> Itera
             # pyarrow reports damage as an OSError without errno; one with errno is a failed read.
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            reason = " ".join(str(error).split())
-            raise BadRecord("damaged file", f"not a complete Parquet file ({reason})") from error
+            reason = f"not a complete Parquet file ({reason_of(error)})"
+            raise BadRecord("damaged file", reason) from error
 
 
 def _read_items(file: str, reading: Reading, start: Place) -> Iterator[_Item]:
@@ -287,9 +287,7 @@ def read_file(
         # Each remote file system's library raises exceptions of its own.
         if "://" not in file:
             raise
-        raise UserError(
-            f"{key}: {file} cannot be read ({type(error).__name__}: {reason_of(error)})"
-        ) from error
+        raise UserError(f"{key}: {file} cannot be read ({typed_reason_of(error)})") from error
 
 
 def _unit(file: str) -> str:

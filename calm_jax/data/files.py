@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
-from calm_jax.errors import UserError, reason_of
+from calm_jax.errors import UserError, typed_reason_of
 
 _FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
@@ -105,7 +105,7 @@ def _remote_files(pattern: str, key: str) -> list[str]:
     # Each remote file system's library raises exceptions of its own.
     except Exception as error:
         raise UserError(
-            f"{key}: {pattern!r} cannot be listed ({type(error).__name__}: {reason_of(error)})"
+            f"{key}: {pattern!r} cannot be listed ({typed_reason_of(error)})"
         ) from error
 
 

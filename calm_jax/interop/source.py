@@ -4,7 +4,7 @@ import pathlib
 import re
 
 from calm_jax.data.tokenizers import Tokenizer, TokenizerConfig, open_tokenizer
-from calm_jax.errors import UserError, reason_of
+from calm_jax.errors import UserError, typed_reason_of
 from calm_jax.interop.published import PublishedConfig
 from calm_jax.interop.weights import is_file
 
@@ -69,7 +69,7 @@ def _download(name: str, flag: str, revision: str) -> pathlib.Path:
     except Exception as error:
         at = f" at revision {revision!r}" if revision else ""
         raise UserError(
-            f"{flag}={name!r}{at} is not a folder, and cannot be downloaded from the hub ({type(error).__name__}: {reason_of(error)}); "
+            f"{flag}={name!r}{at} is not a folder, and cannot be downloaded from the hub ({typed_reason_of(error)}); "
             "without a network, download it elsewhere and give the folder"
         ) from error
     return pathlib.Path(fetched)

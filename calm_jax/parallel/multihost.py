@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from calm_jax.cli.files import write_atomically
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, reason_of
 
 # How long a process waits for others that still read text or write files.
 _WAIT_SECONDS = 3600
@@ -219,9 +219,8 @@ def exit_on_failure() -> Iterator[None]:
             print(f"error: {name}: {error}", file=sys.stderr)
             status = 2
         elif any(word in str(error) for word in _LOST):
-            reason = " ".join(str(error).split())[:200]
             print(
-                f"error: {name}: another process has ended; its own output says why ({reason})",
+                f"error: {name}: another process has ended; its own output says why ({reason_of(error)})",
                 file=sys.stderr,
             )
         else:

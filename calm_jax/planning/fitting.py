@@ -23,7 +23,7 @@ from calm_jax.build import stage_of
 from calm_jax.config import Config
 from calm_jax.cost import flops, sizes
 from calm_jax.data.tokenizers import Tokenizer, Vocabulary
-from calm_jax.errors import reason_of
+from calm_jax.errors import typed_reason_of
 from calm_jax.parallel import multihost
 from calm_jax.parallel.devices import Accelerator, accelerator, memory_here
 from calm_jax.parallel.mesh import MeshConfig, adapted, num_row_shards
@@ -260,7 +260,7 @@ def least_seconds(
         moved = memory_traffic.bytes_moved(read)
     except (ArithmeticError, AssertionError, LookupError, RecursionError, ValueError) as error:
         # The text differs between compilers and their versions. It only serves an estimate, without which a step can be chosen.
-        reason = f"{type(error).__name__}: {reason_of(error)}"
+        reason = typed_reason_of(error)
         print(
             f"{stage}: the compiled program's text cannot be read ({reason}): its time is not estimated",
             flush=True,

@@ -6,6 +6,7 @@ import math
 
 from calm_jax.cli.files import write_atomically
 from calm_jax.config import as_dict
+from calm_jax.errors import typed_reason_of
 from calm_jax.run import report
 from calm_jax.run.charts import Series, chart
 from calm_jax.run.run_files import STAGES, RunFiles, as_float, text_of
@@ -215,5 +216,5 @@ def try_to_write(workdir: Workdir, results: str | None = None) -> None:
     try:
         write_atomically(workdir.report_path, page(workdir, results))
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reason = typed_reason_of(error)
         print(f"report: {workdir.report_path} was not written ({reason})", flush=True)

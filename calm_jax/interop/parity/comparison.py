@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from calm_jax.cli import progress
 from calm_jax.cli.files import read_file
-from calm_jax.errors import UserError, reason_of
+from calm_jax.errors import UserError, reason_of, typed_reason_of
 from calm_jax.interop.parity import cases
 from calm_jax.interop.parity.recorded import Arrays, Comparisons, Missing, MissingArray
 
@@ -96,7 +96,7 @@ def _compared(folder: pathlib.Path, case: str, run: Callable[..., Comparisons]) 
         yield _failed(case, str(error))
     except Exception as error:
         # An array of another shape or type may end a computation anywhere, with a message that quotes it.
-        reason = f"{type(error).__name__}: {reason_of(error)}"
+        reason = typed_reason_of(error)
         yield _failed(case, f"the remaining quantities cannot be computed ({reason})")
 
 
