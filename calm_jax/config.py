@@ -373,8 +373,8 @@ _LOSS_KEYS = (
 # Keys of a model that change neither which parameters it has nor what they mean: a run may start from the parameters of a run with
 # other values.
 NO_PARAMETER_KEYS = COMPUTATION_KEYS + _HEAD_SAMPLING_KEYS + _LOSS_KEYS
-# Exceptions, which may differ in a run that goes on: the last three change how text is read, how bad records are handled and where
-# the tokenizer's file is.
+# Exceptions, which may differ in every command: the last three change how bad records are handled, how text is read and where the
+# tokenizer's file is.
 _FREE_KEYS = (
     *COMPUTATION_KEYS,
     *_HEAD_SAMPLING_KEYS,

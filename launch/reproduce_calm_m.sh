@@ -18,7 +18,7 @@
 # script of this folder with its own flags, gets the flags of calm_jax.main besides, and must return when the run has ended:
 #   --launcher='sbatch --wait --nodes=4 launch/slurm_gpu.sh'   # returns at a requeue: repeat the command once the job has ended
 #   --launcher=./on_tpus.sh
-# COMMAND is split at blanks. Flags that hold blanks, such as tpu_pod.sh's --mount, need a script of your own, here on_tpus.sh with
+# COMMAND is split at blanks and runs in the checkout. Flags that hold blanks, such as tpu_pod.sh's --mount, need an executable script of your own, here on_tpus.sh with
 #   exec launch/tpu_pod.sh resume --name=calm --zone=ZONE --accelerator=v5litepod-256 --runtime=v2-alpha-tpuv5-lite --spot \
 #       --mount='...' "$@"
 # Text and workdir must then be on a shared file system that has the same path on this host and there (--prepared=/mnt/calm/prepared

@@ -26,7 +26,7 @@ from calm_jax.parallel import multihost
 from calm_jax.parallel.signals import poll
 from calm_jax.rng import stream
 from calm_jax.sampling.chunk_model import ChunkModel
-from calm_jax.sampling.config import MOST_COMPARED, SamplerConfig
+from calm_jax.sampling.config import FIXED_POOL, MOST_COMPARED, SamplerConfig
 from calm_jax.sampling.decode import Bind
 from calm_jax.sampling.samplers import sample_chunk
 from calm_jax.sampling.search import Sampled
@@ -71,10 +71,9 @@ def ways(config: EvalConfig, sampler: SamplerConfig, has_autoencoder: bool) -> l
                     f"plane: skipping sampler='published' at temperature {temperature:g}: it supports only 1, 1/2, 1/3, ..."
                 )
                 continue
-            way = dataclasses.replace(at_temperature, sampler=name)
-            has_sizes = way.is_fixed_pool and temperature != 1
+            has_sizes = name in FIXED_POOL and temperature != 1
             for size in config.candidates if has_sizes else (sampler.num_candidates,):
-                way = dataclasses.replace(way, num_candidates=size)
+                way = dataclasses.replace(at_temperature, sampler=name, num_candidates=size)
                 way.check_latent_head()
                 chosen.append(way)
     return chosen
@@ -325,7 +324,7 @@ def _point(
     point: dict[str, Any] = {
         "sampler": way.sampler if frozen else "softmax",
         "temperature": way.temperature,
-        "candidates": way.num_candidates if frozen and way.is_fixed_pool else 0,
+        "candidates": way.num_candidates if frozen and way.sampler in FIXED_POOL else 0,
     }
     if way.temperature == 1 and frozen:
         point |= {"sampler": "model", "candidates": 0}

@@ -31,7 +31,7 @@ from calm_jax.planning import fitting, hlo, memory_traffic
 from calm_jax.planning.planner import COMPILER_OPTIONS
 from calm_jax.planning.result import limits
 from calm_jax.planning.topology import Topology
-from calm_jax.sampling.config import SamplerConfig
+from calm_jax.sampling.config import FIXED_POOL, SamplerConfig
 from calm_jax.sampling.decode import (
     CHUNKS_PER_CALL,
     CHUNKS_READ_TOGETHER,
@@ -40,7 +40,8 @@ from calm_jax.sampling.decode import (
     with_room,
 )
 from calm_jax.sampling.exact import pool_sizes
-from calm_jax.sampling.search import FIRST_POOL
+from calm_jax.sampling.search import FIRST_POOL, kept_back
+from calm_jax.sampling.temperature import split_exponent
 
 # The batches, before they are rounded up to what a mesh can split, and the temperatures that are planned.
 _BATCHES, TEMPERATURES = (1, 8, 64), (1.0, 0.5)
@@ -264,11 +265,13 @@ def _fewest_draws(config: Config, sampler: SamplerConfig) -> int:
     """The fewest draws that the sampler makes for a chunk."""
     if not config.has_autoencoder or sampler.temperature == 1 or sampler.sampler == "noise":
         return 1
-    if sampler.is_fixed_pool:
+    if sampler.sampler in FIXED_POOL:
         return sampler.num_candidates
     if sampler.sampler == "pooled":
         return pool_sizes(sampler.max_draws)[0]
-    return min(FIRST_POOL, sampler.max_draws)
+    n, a = split_exponent(sampler.temperature)
+    kept = kept_back(sampler, n + (a > 0)) if sampler.sampler == "rejection" else 0
+    return min(FIRST_POOL, sampler.max_draws - kept)
 
 
 def _weight_bytes(config: Config, vocab_size: int) -> float:

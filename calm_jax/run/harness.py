@@ -135,7 +135,7 @@ class HarnessModel(LM):
         if given.get("num_beams") == 1:
             del given["num_beams"]
         if given:
-            name, value = given.popitem()
+            name, value = next(iter(given.items()))
             raise UserError(
                 f"the task {request.task_name} asks for {name}={value!r}, which calm_jax does not have: leave it out of "
                 "generation_kwargs"

@@ -1,7 +1,7 @@
 """Reads the files of a workdir for its report.
 
 Files may be damaged or edited. Records that are incomplete, or whose values have other types than those that a run writes, are
-left out, and counted.
+left out, and counted, but for the unfinished last line that a running training may leave in metrics.jsonl.
 """
 
 import functools
@@ -253,15 +253,9 @@ def text_of(path: pathlib.Path) -> str:
 
 
 def _json_lines(path: pathlib.Path) -> list[dict]:
-    """The objects of a file's lines, empty ones for damaged lines.
-
-    A killed command may leave an unfinished last line, which is left out.
-    """
+    """The objects of a file's lines, empty ones for damaged lines."""
     # Not `splitlines`: JSON strings may hold other line ends, such as U+2028.
-    *lines, unfinished = text_of(path).split("\n")
-    found = [_object(line) for line in lines if line.strip()]
-    last = _object(unfinished)
-    return [*found, last] if last else found
+    return [_object(line) for line in text_of(path).split("\n") if line.strip()]
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from calm_jax.sampling import temperature as law
 _MOST_DRAWS, MOST_COMPARED = 2**24, 4096
 # The most candidates that can be returned with each chunk (`shown_candidates`).
 _MOST_SHOWN = 64
+# Samplers that make `num_candidates` draws for each chunk; the others make as many as they need, up to `max_draws`.
+FIXED_POOL = ("batch", "published")
 
 # Options that have no meaning for the autoregressive baseline.
 CALM_ONLY = (
@@ -52,18 +54,12 @@ class SamplerConfig:
                 f"shown_candidates={self.shown_candidates} must be from 0 to {_MOST_SHOWN}"
             )
         # The samplers of a single pool compare all its draws in pairs.
-        name = "num_candidates" if self.is_fixed_pool else "max_draws"
-        is_compared = self.is_fixed_pool or self.sampler == "growing"
-        if is_compared and getattr(self, name) > MOST_COMPARED:
+        name = "num_candidates" if self.sampler in FIXED_POOL else "max_draws"
+        if self.sampler in (*FIXED_POOL, "growing") and getattr(self, name) > MOST_COMPARED:
             raise UserError(
                 f"{name}={getattr(self, name)} must be at most {MOST_COMPARED} with sampler={self.sampler!r}, which compares "
                 "all draws in pairs"
             )
-
-    @property
-    def is_fixed_pool(self) -> bool:
-        """Whether the sampler makes `num_candidates` draws for each chunk; the others make as many as they need, up to `max_draws`."""
-        return self.sampler in ("batch", "published")
 
     def check_latent_head(self) -> None:
         """Raises `UserError` if these options cannot be used with a latent head, which can only be sampled."""

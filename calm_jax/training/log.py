@@ -169,7 +169,11 @@ def read_with_damage(path: pathlib.Path) -> tuple[list[dict], list[int]]:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     *lines, unfinished = text.split("\n")
     records = [_parse(line) for line in lines]
-    left_out = [number for number, record in enumerate(records, 1) if record is None]
+    left_out = [
+        number
+        for number, (line, record) in enumerate(zip(lines, records, strict=True), 1)
+        if record is None and line.strip()
+    ]
     if left_out:
         logging.warning(
             "%s: ignoring %d line(s) that are not metrics records; the first is line %d",

@@ -142,6 +142,10 @@ def test_ways_leave_out_temperatures_that_a_sampler_does_not_take(capsys):
     assert len(names) == len(set(names)) == 1 + 6 + 8
     assert "skipping sampler='published' at temperature 0.7" in capsys.readouterr().out
     assert len(tradeoff.ways(config, sampler, has_autoencoder=False)) == 3
+    # A run's own number of candidates is replaced, and not checked for the samplers that it does not name.
+    many = dataclasses.replace(sampler, num_candidates=5000)
+    found = tradeoff.ways(config, many, has_autoencoder=True)
+    assert [way.num_candidates for way in found if way.sampler == "batch"] == [50, 200, 50, 200]
     # Candidates would be decoded within the measured time, and nobody would see them.
     shown = dataclasses.replace(sampler, shown_candidates=3)
     assert tradeoff.ways(config, shown, has_autoencoder=True) == chosen

@@ -190,14 +190,13 @@ def test_a_missing_or_damaged_file_leaves_its_part_out(workdir, name, content):
     assert "Runs compared" in web_comparison.comparison({"run": [workdir]})
 
 
-def test_other_line_ends_in_a_text_and_an_unfinished_line_are_no_damage(workdir):
-    """A model of bytes may write U+2028, which JSON strings hold unescaped; the line that is being written is not complete yet."""
+def test_other_line_ends_in_a_text_and_an_unfinished_record_are_no_damage(workdir):
+    """A model of bytes may write U+2028, which JSON strings hold unescaped; the record that is being written is not complete yet."""
     other = SAMPLE | {"prompt": "a\u2028b\x85c"}
     text = json.dumps(other, ensure_ascii=False) + "\n"
     workdir.samples_jsonl_path.write_text(text, encoding="utf-8")
-    for path in (workdir.metrics_path, workdir.samples_jsonl_path, workdir.evaluations_path):
-        with path.open("a") as file:
-            file.write('{"stage": "lm", "spl')
+    with workdir.metrics_path.open("a") as file:
+        file.write('\n{"stage": "lm", "spl')
     files = RunFiles(workdir)
     assert files.samples == [other] and not files.left_out
     assert len(files.records) == 8 and len(files.evaluations) == 2
