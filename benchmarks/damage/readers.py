@@ -376,7 +376,7 @@ class _Here(contextlib.AbstractContextManager):
     def __exit__(self, *_):
         pass
 
-    def run(self, function: Callable, arguments: Sequence, progress: Any = None) -> None:
+    def run(self, function: Callable, arguments: Sequence, title: str = "", total: int = 0) -> None:
         for one in arguments:
             try:
                 function(one)

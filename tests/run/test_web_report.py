@@ -251,7 +251,8 @@ def test_a_value_of_the_wrong_type_is_left_out_and_the_rest_is_shown(workdir, na
     record, noted = json.loads(lines[-1]), 0
     for place in places(record):
         for wrong in WRONG:
-            path.write_text("\n".join([*lines[:-1], json.dumps(changed(record, place, wrong))]))
+            whole = [*lines[:-1], json.dumps(changed(record, place, wrong))]
+            path.write_text("".join(f"{line}\n" for line in whole))
             page = web_report.page(workdir)
             assert "Config and text" in page
             noted += f"{name}: " in page
