@@ -5,8 +5,9 @@
 #       [flags of python -m calm_jax.data.prepare: --workers=N, --scheduler=ADDRESS, ...]
 #
 # Needs: pip install -e '.[data]'; the 30 training files of the Pile without its copyrighted parts (00.jsonl.zst to
-# 29.jsonl.zst, monology/pile-uncopyrighted on the Hugging Face hub: some 350 GB) in DIR; Llama 3's tokenizer.model;
-# WikiText-103's test articles, one object with the field "text" a line.
+# 29.jsonl.zst, monology/pile-uncopyrighted on the Hugging Face hub: some 350 GB) in DIR; Llama 3's tokenizer.model and
+# WikiText-103's test articles, one object with the field "text" a line, which are llama3_tokenizer/tokenizer.model and
+# data/wikitext_document_level-test.json of the published code (github.com/shaochenze/calm).
 # DIR may be remote, such as hf://datasets/monology/pile-uncopyrighted/train; every file is read at least twice, and more often
 # with many workers.
 # Costs: 1.2 TB of disk and some 60 core hours for CALM's text (about 300 billion tokens of 4 bytes, 1.5 million a second and core), and
