@@ -147,7 +147,8 @@ def agreeing_path_collisions(
     """The collision terms of all starts beyond their first chunks (K < 4).
 
     Only starts whose first sample equals another one are continued, as the terms of the others are 0. They come first in each
-    block's order, and are continued some at a time until no block has any left. (So are starts that are not scored, such as pads.)
+    block's order, and are continued some at a time until no block has any left. Starts that are not scored, such as pads, are
+    treated alike.
 
     Args:
         model, cache: as in `path_collisions`.

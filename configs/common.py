@@ -32,9 +32,8 @@ def get_config() -> ConfigDict:
     config.data = ConfigDict()
     # Training text: comma-separated globs, local or remote (gs://bucket/*.jsonl.zst). Files may be .txt (each file is one
     # document), .jsonl or .json (each line is one document), .parquet (each row is one document), and .gz or .zst of the
-    # first three. An entry may also be a folder made by `python -m calm_jax.data.prepare`; the run then uses the tokenizer
-    # that the folder was prepared with, or "stdlib:", the source code of the running Python's standard library. Empty: the
-    # standard library, too.
+    # first three. An entry may also be "stdlib:", the source code of the running Python's standard library, or a folder made by
+    # `python -m calm_jax.data.prepare`, whose tokenizer the run then uses. Empty: the standard library.
     config.data.train_files = ""
     # Sampling weights of the comma-separated entries of train_files, such as (0.7, 0.3): the share of training blocks that
     # come from each. Empty: no weights, every block is read once an epoch. With a prompt_field, entries that have no fields
@@ -43,7 +42,7 @@ def get_config() -> ConfigDict:
     # Training text of the autoencoder, given like train_files. Empty: the same text as train_files.
     config.data.autoencoder_files = ""
     # Validation text: globs like train_files, but no prepared folders. Empty: some training documents are held out (see
-    # `holdout_every`). --mode=eval needs validation_files only.
+    # `holdout_every`). With validation files, --mode=eval needs no training text.
     config.data.validation_files = ""
     # Name of the field that holds a document's text in .jsonl, .json and .parquet files.
     config.data.text_field = "text"
@@ -164,8 +163,8 @@ def get_config() -> ConfigDict:
     # "not exact". 216 = 16 + 200 costs at most about as much as the paper's 200 draws; with 1360 = 16 + 64 + 256 + 1024 fewer
     # chunks are approximate.
     config.sample.max_draws = 216
-    # Draws that are computed together, over all prompts: enough to fill the device, but not many more, because a group of
-    # draws is always finished.
+    # Draws that are computed together, over all prompts: enough to fill the device, but not many more, because a group that is
+    # filled in part costs as much as a full one.
     config.sample.draws_at_once = 256
     # How many candidates are kept beside each chunk: the most frequent chunks of the pool that it was chosen from, with their
     # counts. The server's page shows them. They cost decoding, and change no text.
@@ -249,8 +248,8 @@ def _transformer() -> ConfigDict:
     model.rms_norm_epsilon = 1e-6
     model.norm_epsilon = 1e-6
     # Rematerialisation: which activations of a layer the backward pass recomputes. "none"; "full", all of them: least memory,
-    # about a third more FLOPs; "dots", all but products with weights: few more FLOPs, but most of the memory; "auto", "none"
-    # or "full", whichever is faster of those that fit into the devices' memory.
+    # about a third more FLOPs; "dots", all but products with weights: few more FLOPs, and most of the memory that "none" takes;
+    # "auto", "none" or "full", whichever is faster of those that fit into the devices' memory.
     model.remat = "auto"
     # Attention kernel of training and scoring: "xla" works everywhere; "blocks" does, too, and is the
     # fastest on CPUs; "cudnn" needs an NVIDIA GPU, bfloat16 and lm.data.isolate_documents=False; "splash" needs a TPU (on a
@@ -445,6 +444,6 @@ def _training(num_steps: int, batch_size: int) -> ConfigDict:
     training.eval_every = 2000
     # Steps between checkpoints.
     training.checkpoint_every = 1000
-    # An update with a non-finite loss or gradient is skipped; this many in a row end the run with an error.
+    # An update whose loss, gradient or new parameters are not finite is skipped; this many in a row end the run with an error.
     training.max_nonfinite_steps = 10
     return training

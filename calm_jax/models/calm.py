@@ -64,7 +64,7 @@ class TokenPredictor(nn.Module):
     """An auxiliary task for training: predicts each token of the next chunk from the hidden state (not in the paper).
 
     The K tokens are predicted independently of each other, so this is no model of the chunk; generation does not use it.
-    Its loss teaches the backbone what the next tokens are likely to be long before the head's loss does.
+    Its loss teaches the backbone the likely next tokens much earlier than the head's loss does.
 
     Attributes:
         weight: of its loss, positive.

@@ -24,9 +24,9 @@ from calm_jax.parallel.devices import target_device
 BLOCK = 32
 # The most query heads per key-value head for which `UnslicedLayer` multiplies elementwise. XLA's CPU backend fuses these products
 # with the slice of the cache, so that the slice is not copied (as of jaxlib 0.11 with the options of `calm_jax.sampling.decode`).
-# With more query heads the copy costs less than they do.
+# With more query heads, copying the slice costs less than multiplying elementwise.
 _MOST_ELEMENTWISE = 2
-# How many sums it computes side by side for one score.
+# How many partial sums `UnslicedLayer` computes side by side for one score.
 _LANES = 8
 # Keys and values of the new chunks, [layers, B, L, G, A] each; inside a layer [B, L, G, A].
 Written = tuple[Array, Array]
@@ -69,17 +69,17 @@ class KVCache(NamedTuple):
     """Keys and values of the chunks read so far: a ring buffer with S places (slots), where chunk i has place i mod S.
 
     A chunk "sees" the chunks that it attends to. If a chunk sees only the last W chunks, a text may be longer than the
-    cache. To read L chunks at once, S must then be at least W + L - 1, and the L chunks must not wrap around the end of the
-    S places. A cache with S = 0 becomes as large as the first read: it gets one place per chunk. Heads come before places,
-    so that `UnslicedLayer` need not transpose the cache. Inside a layer (`parts`, `attend`), `key` and `value` are those of
-    the layer, [B, S, G, A].
+    cache. To read L chunks at once, S must then be at least W + L - 1. A cache with S = 0 becomes as large as the first read:
+    it gets one place per chunk. Heads come before places, so that `UnslicedLayer` need not transpose the cache. Inside a
+    layer (`parts`, `attend`), `key` and `value` are those of the layer, [B, S, G, A].
 
     Attributes:
         key: [layers, B, G, S, A], rotated by position.
         value: [layers, B, G, S, A].
         length: int32 [B], how many chunks each row has read.
         window: int32, how many of the last chunks, itself included, each chunk sees: a scalar, or [B, L] for the L
-            chunks of one read (see `SegmentIds.window`). With a window of S or more, a chunk sees all chunks before it.
+            chunks of one read (see `SegmentIds.window`). With a window of S or more, a chunk sees every chunk that is still in the
+            cache.
     """
 
     key: Array

@@ -122,8 +122,8 @@ def _halves(x: Array) -> Array:
     return nn.silu(gate) * up
 
 
-# The gradient is one elementwise expression over both halves. Differentiation of `_halves` has two arrays to concatenate, which
-# XLA's GPU backend writes first and copies then. On CPUs, where arithmetic costs more than copies, differentiation is faster.
+# The gradient is one elementwise expression over both halves. Automatic differentiation of `_halves` would concatenate two arrays,
+# which XLA's GPU backend writes and then copies. On CPUs, where arithmetic costs more than copies, differentiation is faster.
 _halves_in_one_gradient = jax.custom_vjp(_halves)
 
 
@@ -188,8 +188,8 @@ def rotation_at(position_BL: Array, head_size: int, theta: float) -> Rotation:
         return Rotation(jnp.ones_like(angle_BLA), jnp.zeros_like(angle_BLA))
 
     # A compiler would fuse sines and cosines into their users, and compute them again in each layer, for each head of queries and
-    # keys. A barrier prevents that, but not in the CPU backend of jaxlib 0.10, which removes it first. No compiler fuses the
-    # result of a branch, so on CPUs they are computed in one, which is taken unless all positions are 0.
+    # keys. A barrier prevents that, but not in the CPU backend of jaxlib 0.10, which removes it first. No compiler fuses the result
+    # of a conditional, so on CPUs a branch computes the sines and cosines; it is taken unless all positions are 0.
     if is_one_cpu():
         rotation = jax.lax.cond(jnp.any(position_BL != 0), factors, at_zero, angle_BLA)
     else:

@@ -24,9 +24,9 @@ from calm_jax.parallel.constraints import GPUS, PRODUCT
 Stacks = tuple[tuple[str, ...], ...]
 # JAX's names of the platforms for which `for_generation` takes layers apart. TPUs copy no kernels out of stacked ones.
 _PLATFORMS = ("cpu", *GPUS)
-# Linear layers without biases that have the same input, and are merged into one layer: by the module of backbone or autoencoder
-# that has them, their names, the name of the merged layer, and the axis along which their kernels are concatenated. Heads have no
-# such layers, and one from outside of the package may use these names for others.
+# Linear layers without biases that generation merges into one, as they have the same input. For the name of the module that has them:
+# their names, the name of the merged layer, and the axis along which their kernels are concatenated. Only the backbone and the
+# autoencoder are looked through: a head from outside of the package may use these names for other layers.
 _MERGED = {
     "attention": (("query", "key", "value"), "query_key_value", -2),
     "mlp": (("gate", "up"), "gate_up", -1),
@@ -96,7 +96,8 @@ def stack(
 def keeping_products(layer: type[nn.Module], unroll: int) -> Callable[..., nn.Module]:
     """The layer, whose backward pass keeps only the results of products, and computes norms and activations again.
 
-    On accelerators reading and writing those of N draws at each position would take longer. unroll: that of its `stack`.
+    On accelerators, storing and reading the norms and activations of N draws at each position would take longer. unroll: that of
+    its `stack`.
     """
     kept = jax.checkpoint_policies.save_only_these_names(PRODUCT)
     return nn.remat(layer, prevent_cse=unroll > 1, policy=kept)

@@ -176,7 +176,7 @@ class Transformer(nn.Module):
             x_BLD = constrain(x_BLD.astype(self.dtype))
             x_BLD, written = layers(x_BLD, read, factors)
             # The new keys and values are made to depend on the last layer's result, after which nothing reads the cache.
-            # XLA's CPU backend would otherwise copy the whole cache before it writes them into it.
+            # Otherwise XLA's CPU backend would copy the whole cache before writing to it.
             written = jax.tree.map(lambda x_BLGA: x_BLGA + 0 * x_BLD[..., :1, None], written)
             x_BLD = nn.RMSNorm(config.rms_norm_epsilon, dtype=self.dtype, name="norm")(x_BLD)
         # `written` is None unless the memory is a cache or a fork.

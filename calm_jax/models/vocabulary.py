@@ -80,8 +80,9 @@ def cross_entropy(x: Array, table_VD: Array, target: Array) -> Array:
     With bfloat16 operands a block of W tokens costs 8 P D W FLOPs (four products). Writing and reading its float32 logits
     and their bfloat16 gradients moves 26 P W bytes, and the gradient of x 8 P D bytes, which is 0.3 D / W of that: 8 % for
     the 65,536 positions per device of stage 1 of CALM-M on eight devices, with W = 2048 and D = 512. A loop over blocks of
-    positions would carry the table's gradient instead: 8 V D bytes for each block of B positions, a share of 0.3 D / B,
-    which is no less, and on a mesh it would need another sum over the devices. The smaller memory costs one of the four
+    positions would carry the table's gradient instead: 8 V D bytes for each block of B positions, a share of 0.3 D / B. With
+    the same memory, B V = P W, that is more where V is larger than P, and a mesh would need another sum over the devices.
+    The smaller memory costs one of the four
     products, because the logits are computed twice.
 
     Args:

@@ -21,9 +21,9 @@ _FEW_ROWS = 256
 def unrolled(length: int) -> int:
     """The `unroll` of a scan over `length` layers with stacked kernels, where products have few rows.
 
-    On CPUs and GPUs the scan is unrolled completely, because it would copy each kernel out of its stack in each step of a
-    loop over chunks. On CPUs the slice of a fixed layer is taken before that loop; on GPUs it is mostly a copy in each step still, so
-    that generation has the layers apart (`calm_jax.models.stack.for_generation`). TPUs do not copy kernels, and need no unrolling.
+    On CPUs and GPUs the scan is unrolled completely: a loop over layers would copy each kernel out of its stack for each chunk. Of the
+    unrolled layers CPUs copy each kernel once, before the loop over chunks. GPUs mostly still copy for each chunk, so that generation
+    has the layers apart (`calm_jax.models.stack.for_generation`). TPUs do not copy kernels, and need no unrolling.
     """
     return 1 if target_device().platform == "tpu" else length
 
@@ -184,9 +184,9 @@ def _flat_product(x: jax.Array, kernel: jax.Array, num_contracted: int) -> jax.A
     x = x.reshape(-1, size)
     kernel = kernel.reshape(size, -1)
     if len(x) == 1 and size % 2 == 0:
-        # The CPU backend of jaxlib 0.10 computes the product of a single row by scalar loops, and that of two rows, one of which is
-        # zeros, reads the kernel at half of the memory's rate. Two products of half of the features each run at once, on two cores
-        # at that rate. Odd numbers of features, which no recipe has, stay slow.
+        # The CPU backend of jaxlib 0.10 computes the product of a single row by scalar loops. With a second row of zeros it would read
+        # the kernel at half of the memory's bandwidth. So the features are halved: two products run at once on two cores, each at
+        # that rate. Odd numbers of features, which no recipe has, stay slow.
         halves, kernels = x.reshape(2, 1, -1), kernel.reshape(2, size // 2, -1)
         result = jax.numpy.sum(halves @ kernels, axis=0)
     else:

@@ -1,5 +1,4 @@
-"""Host memory where only CPUs compute: the allocator keeps freed memory, so that no training step pays for fresh pages, but
-not the compiler's."""
+"""Host memory where only CPUs compute: malloc keeps the memory that training steps free, and returns what the compiler frees."""
 
 import ctypes
 import functools
@@ -41,8 +40,7 @@ def keep_freed_memory() -> bool:
 def return_compilers_memory() -> None:
     """Gives freed memory back to the operating system after each long compilation, where `keep_freed_memory` keeps it.
 
-    The compiler takes as much memory as a small training step, in many small pieces, which malloc would keep, and between
-    which the step's large blocks do not fit. All freed memory is given back, so that the next step touches its pages anew.
+    The compiler frees as much memory as a small training step needs, but in pieces too small for the step's large blocks. All freed memory is given back, so that the next step touches its pages anew.
     """
     if not _keeps():
         return

@@ -125,14 +125,14 @@ def adapted(config: MeshConfig, devices: Sequence[jax.Device]) -> MeshConfig:
     others = (
         MeshConfig(-1, fsdp, tensor)
         for tensor in _divisors(math.gcd(len(devices), most_tensor))
-        # The greatest common divisor of a number and 0 is the number.
+        # An fsdp of -1 is 0 here, and gcd(x, 0) = x, so that all divisors are tried.
         for fsdp in _divisors(math.gcd(len(devices) // tensor, most_fsdp))
     )
     return next(one for one in (config, *others) if _can_make(one, devices))
 
 
 def _divisors(number: int) -> list[int]:
-    """Descending."""
+    """The divisors of a number, in descending order."""
     return [one for one in range(number, 0, -1) if number % one == 0]
 
 

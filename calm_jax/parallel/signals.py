@@ -34,8 +34,8 @@ def _is_signalled() -> bool:
 class _Handled(SignalHandler, abc.ABC):
     """Handles SIGTERM, SIGHUP and Ctrl-C inside a `with`, with or without JAX's distributed runtime.
 
-    With the runtime, SIGHUP and Ctrl-C become a SIGTERM, of which the runtime tells all processes; a second one ends this process
-    at once.
+    With the runtime, the first SIGHUP or Ctrl-C becomes a SIGTERM, which the runtime announces to all processes; the next one ends
+    this process at once.
     """
 
     _is_passed_on = False
@@ -62,7 +62,8 @@ class _Handled(SignalHandler, abc.ABC):
 
 
 class EndTogetherOnSignal(_Handled):
-    """Raises `Interrupted` at once: outside training, everything worth keeping is on disk."""
+    """For work outside training, when everything worth keeping is on disk: raises `Interrupted` at once, or with JAX's distributed
+    runtime at the next `poll`."""
 
     def _handle(self, name: str) -> None:
         self.interrupt(name)

@@ -191,7 +191,7 @@ def _share_read(program: Program, name: str, index: int) -> float:
                     total += _share_read(program, user.called[0], place)
                 elif not (user.name in in_place and not place):
                     total += 1.0
-        # A view of the operand that is the fusion's result is read whole, even without another use.
+        # If the fusion's result is a view of the operand, the operand is read whole, even without another use.
         return min(1.0, total + (of.is_root and of.opcode != "parameter"))
 
     return share(given) if given is not None and array_bytes(given.shape) else 0.0

@@ -325,8 +325,8 @@ def _check(
             workdir.create(config, tokenizer, corpus)
         else:
             workdir.add_corpus(corpus)
-            # A call with --config.stage=lm does not change the stage of the stored recipe, but for one of the autoencoder
-            # alone: the run has both stages now.
+            # A call with --config.stage=lm keeps the stored stage, except that "autoencoder" becomes "all", as the run has both
+            # stages now.
             stage = workdir.config.stage
             if stage == "autoencoder" and "lm" in config.stages:
                 stage = "all"

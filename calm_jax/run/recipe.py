@@ -371,7 +371,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
             if "plane" in results:
                 report.draw_plane(results["plane"], workdir.path / "plane.png")
 
-        # Written before anything is printed, as nobody may read what is printed.
+        # The files are written first, because printing may fail: stdout may be closed.
         multihost.write_once(write)
         multihost.write_once(lambda: web_report.try_to_write(workdir))
         report.print_results(results, config, workdir)

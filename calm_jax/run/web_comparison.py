@@ -28,7 +28,7 @@ def _tokens(run: RunFiles, stage: str, step: int) -> float:
 
 
 def _flops(run: RunFiles, stage: str, step: int) -> float:
-    """Of whole blocks: pads are computed, too. For records with prompts it is a bound, as their blocks may be shorter."""
+    """Whole blocks are counted, pads included. For records with prompts this is an upper bound, as their blocks may be shorter."""
     settings, vocab_size = getattr(run.config, stage), run.workdir.tokenizer.vocab_size
     tokens = settings.training.batch_size * settings.data.block_tokens
     return float(step * tokens * flops.training(run.config, stage, vocab_size))

@@ -267,8 +267,8 @@ class Workdir:
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[Callable[[], None]]:
-        """Owns the folder, by a lock, inside the `with` block. Commands write to a workdir only inside such a block, but for
-        `calm_jax.report`, which replaces report.html at once.
+        """Owns the folder, by a lock, inside the `with` block. Commands write to a workdir only inside such a block. The exception
+        is `calm_jax.report`, which replaces report.html atomically.
 
         Yields a function that raises `UserError` if the folder was deleted, moved or replaced meanwhile.
 

@@ -29,15 +29,15 @@ Bind = Callable[[Any, Any], ChunkModel]
 
 # The most chunks that one call of the compiled `decode` generates. Between calls the host looks for stop strings.
 CHUNKS_PER_CALL = 32
-# Prompts that one call of `prefill` reads have at most this many chunks, padding included; a single longer prompt is read alone.
+# The prompts of one call of `prefill` have together at most this many chunks, padding included; a longer prompt is read alone.
 CHUNKS_READ_TOGETHER = 4096
 # Options of XLA; platforms ignore those of others.
 _OPTIONS = {
     # XLA for GPUs merges products that share an operand, and for that copies their kernels side by side at each step. This option
     # turns merging off. Products to merge are merged before (`calm_jax.models.stack.for_generation`).
     "xla_gpu_dot_merger_threshold_mb": 0,
-    # On CPUs a library computes matrix products, and as of jaxlib 0.11 sums, too. It cannot fuse a sum with the slice of the cache
-    # whose elements are summed, which is then copied (`UnslicedLayer`); with this option it computes products alone.
+    # On CPUs a library computes matrix products, and as of jaxlib 0.11 sums, too. The library cannot fuse a sum with the slice of
+    # the cache that is summed, so the slice is copied (`UnslicedLayer`). This option leaves it only the products.
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
 }
 

@@ -110,9 +110,9 @@ def log_weights(count_BN: Array, temperature: float, leave_out: bool) -> tuple[A
     Args:
         count_BN: int [B, N], the count of each draw's chunk in its pool; a draw with count 0 is not chosen.
         temperature: T in (0, 1].
-        leave_out: whether to divide each weight by 1 plus the sum of the weights in the rest of the pool, which is the
-            pool without n copies of the chunk: `1 + sum_y C(c_y, n) - C(c, n) + C(c-n, n)` (ours). The bias of the
-            choice, towards p, is then O(1/N^2); without it, O(1/N).
+        leave_out: whether to divide each weight by `1 + sum_y C(c_y, n) - C(c, n) + C(c-n, n)` (ours): 1 plus the sum of
+            the weights of the pool after n copies of the chunk are removed. The bias of the choice, towards p, is then
+            O(1/N^2); without it, O(1/N).
 
     Returns:
         Log-weights of the draws, float [B, N], not normalised; and the level, int [B]: the whole number that was used

@@ -130,7 +130,7 @@ class Checkpointer:
         with writing(self.folder):
             is_saved = self._manager.save(step, args=ocp.args.Composite(**items))
         if not is_saved:
-            # Orbax saves no step that is not later than all that it has.
+            # Orbax saves a step only if it is later than all saved ones.
             raise UserError(
                 f"{self.folder}: the checkpoint of step {step} was not saved, because there is one of step "
                 f"{self.latest_step} already: move later ones away, and give the same command again"

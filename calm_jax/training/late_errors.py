@@ -1,4 +1,4 @@
-"""Hides the errors of reads and writes of checkpoints that end after another one has failed."""
+"""Hides the errors of reads and writes of checkpoints that fail after an earlier one has already failed."""
 
 import functools
 import logging

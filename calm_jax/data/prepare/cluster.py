@@ -133,7 +133,7 @@ def _without_interrupts() -> Iterator[None]:
 
     Ctrl-C reaches all processes of a terminal, and the command ends its workers itself. Its own SIGINT waits until the end.
     """
-    # Else the first process that is started starts it, which takes SIGINT again.
+    # Otherwise the first new process would start the resource tracker, and starting it unblocks SIGINT.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

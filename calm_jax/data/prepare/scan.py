@@ -57,9 +57,9 @@ def scan(
     """Reads a group of files once, and writes the counts, marks and checks of each to `scan_path`.
 
     A mark is a place where reading can begin: `(documents, characters, records, bytes)` of the file before it. A check is
-    `(documents, crc32)`: a number of documents of the file, and the checksum of those since the last check. One ends at each
-    mark. `state` is the file's size and time. The checksums show a change of the text before the second pass, which the files' signatures do not cover. With
-    `deduplicate` also writes the digests of all documents, and their files' names, for `find_copies`.
+    `(documents, crc32)`: how many documents of the file are before its end, and the checksum of those since the previous check.
+    A check ends at each mark. `state` is the file's size and time. The checksums show a change of the text before the second
+    pass, which the files' signatures do not cover. With `deduplicate` also writes the digests of all documents, and their files' names, for `find_copies`.
 
     Args:
         work: the folder of intermediate files.

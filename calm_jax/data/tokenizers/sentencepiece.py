@@ -97,7 +97,7 @@ def _train(
     # SentencePiece drops sentences longer than its limit, so long documents are passed in pieces.
     piece = 4000
     pieces = (text[i : i + piece] for text in texts for i in range(0, len(text), piece))
-    # A model contains the options that were given, and its hash is compared. So the default is not given explicitly.
+    # A model contains the options that were given, and its hash is compared: giving the default explicitly would change the hash.
     unfilled: dict[str, Any] = {} if must_fill else {"hard_vocab_limit": False}
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(

@@ -9,8 +9,8 @@ its loss makes at a position, and two methods, whose parameters have these names
 * `sample(h_PD, num_draws, key_P, noise_scale)` -> float32 [P, N, Z]: draws of the next chunk's latent. A `noise_scale`
   of 1 samples the model; a smaller one scales down the head's noise, and so the variety of its draws.
 
-A head whose equal layers are a `calm_jax.models.stack.stack` may name their paths in its parameters in `stacks`, a class attribute:
-generation takes their layers apart.
+A head's class attribute `stacks` may list the paths of its layer stacks (`calm_jax.models.stack.stack`) in its parameters;
+generation then has each layer's parameters apart.
 
 The softmax head, of the autoregressive baseline, has `loss` and `sample` over tokens, and `log_probs`; it needs no
 autoencoder. Each position has its own random key, so that splitting positions over devices, processes or microbatches

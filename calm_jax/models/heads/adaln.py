@@ -145,7 +145,7 @@ def over_steps(
         step,
         variable_broadcast="params",
         split_rngs={"params": False},
-        # The check traces the step once more, and it is what draws the parameters, which all steps share.
+        # The check traces the step once more; at initialisation this trace draws the parameters, which all steps share.
         check_constancy_invariants=head.is_initializing(),
     )
     state_PNZ, _ = scan(head, state_PNZ, steps)
