@@ -71,8 +71,9 @@ prepare() {
     local part=$1 files=$2
     shift 2
     [[ ,$parts, == *,$part,* ]] || return 0
-    run python -m calm_jax.data.prepare --input="$files" --tokenizer="$tokenizer" --output="$output/pile/$part" \
+    attend python -m calm_jax.data.prepare --input="$files" --tokenizer="$tokenizer" --output="$output/pile/$part" \
         --max_words=10000 --packing=published "$@" ${rest[@]+"${rest[@]}"}
+    ((!status)) || exit "$status"
 }
 
 prepare autoencoder "$pile/0[01].jsonl.zst" --block_tokens=2048 --append_eos --align_documents_to_chunks --chunk_size=4

@@ -60,6 +60,22 @@ def test_a_terminals_ctrl_c_reaches_the_run_once(stubs):
     assert process.returncode == 75
 
 
+def test_a_signal_to_the_reproduction_reaches_the_preparation(stubs, tmp_path):
+    """Else it would go on without its script, and keep its folder."""
+    stubs.add("python", SAVES)
+    for name in [f"pile/{number:02}.jsonl.zst" for number in range(30)] + ["tokenizer", "text"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": ""}\n')
+    given = f"--pile={tmp_path}/pile", f"--tokenizer={tmp_path}/tokenizer"
+    prepared = f"--validation={tmp_path}/text", f"--prepared={tmp_path}/prepared"
+    process = stubs.start("reproduce_calm_m.sh", "--steps=prepare", *given, *prepared)
+    wait_for(stubs.folder / "pid")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75 and "the step prepare ended with status 75" in err
+    assert [call[0] for call in stubs.calls()] == ["python", "saved"]
+
+
 def test_a_signal_to_the_reproduction_reaches_the_run(stubs):
     stubs.add("python", SAVES)
     process = stubs.start("reproduce_calm_m.sh", "--steps=lm,samples", "--workdir=run")
