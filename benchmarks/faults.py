@@ -39,6 +39,7 @@ import psutil
 import rich.table
 from absl import app, flags
 
+from benchmarks.seeds import check_seed
 from benchmarks.words import WORDS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
@@ -643,6 +644,9 @@ def _trial(
         # A campaign that was killed left its file system mounted.
         _unmount(folder)
     shutil.rmtree(folder, ignore_errors=True)
+    # The logs of a trial that was interrupted.
+    for path in root.glob(f"{folder.name}.*"):
+        path.unlink()
     folder.mkdir()
     # The output has the same name as the reference's, because the model card of an export contains it.
     output = folder / name
@@ -685,7 +689,7 @@ def _disturb_and_recover(
         try:
             outcome = json.loads(json.dumps(job.outcome(output)))
             found.wrong += [f"{key} differs" for key in _differing(outcome, reference["outcome"])]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             found.wrong.append(f"the output cannot be read: {error!r}")
         left = {path.name for path in folder.iterdir()} - {name}
         found.wrong += [f"{one} is left" for one in sorted(left)]
@@ -787,14 +791,13 @@ def main(argv: list[str]) -> int:
         for value in flag.value:
             if value not in known:
                 raise UserError(f"--{flag.name}={value} is none of {', '.join(known)}")
+    check_seed(root, _SEED.value)
     _write_text(root)
     trials = root / "trials.jsonl"
     text = trials.read_text() if trials.exists() else ""
     # A campaign that was killed may have left the beginning of a line.
     write_atomically(trials, text[: text.rfind("\n") + 1])
     records = [json.loads(line) for line in trials.read_text().splitlines()]
-    if other := {one["seed"] for one in records} - {_SEED.value}:
-        raise UserError(f"--folder={root} has trials of --seed={min(other)}: give another folder")
     done = {(one["job"], one["fault"], one["number"]) for one in records}
     _adopt_orphans()
     if {"finetune", "generate", "serve", "export", "convert"} & set(_JOBS.value):

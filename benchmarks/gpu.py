@@ -3,7 +3,7 @@
     python -m benchmarks.gpu --output=runs/gpu [--topology=h100:1] [--dry_run]
 
 Each part is a command of its own with a limit of time: the planner's predictions, the quickstart, training steps of CALM-M
-(bfloat16, which has cuDNN's attention), and decoding at T = 1 and T = 1/2. A part leaves NAME.log and NAME.json in --output; a
+(bfloat16, which has cuDNN's attention), and decoding at T = 1 and T = 1/2. A part leaves NAME.log in --output and, but for the quickstart, NAME.json; a
 second call runs only the parts that have not succeeded or that have other options now, such as another --topology, and the
 quickstart goes on where it stopped. JAX gets the share of the GPU's memory that the planner assumes, unless
 XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. The summary says the time and
@@ -212,6 +212,8 @@ def main(argv: list[str]) -> None:
     folder = given_folder(_OUTPUT, "a folder for the results")
     if _DRY_RUN.value:
         folder /= "dry_run"
+        # For the parts, which are processes of their own.
+        os.environ["JAX_PLATFORMS"] = "cpu"
     folder.mkdir(parents=True, exist_ok=True)
     went = {
         name: _run(name, seconds, words, folder)

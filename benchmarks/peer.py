@@ -54,7 +54,7 @@ def cases(suites: Sequence[str], peer: Peer, options: Options) -> dict[str, list
     Generation needs an exported model, and the workdir that it was exported from.
 
     Raises:
-      UserError: for an exported model without a workdir.
+      UserError: for an exported model without a workdir, and if nothing is compared.
     """
     chosen = {name: [name] for name in _TRAIN if "train" in suites}
     if "generate" in suites and peer.exported:
@@ -66,6 +66,11 @@ def cases(suites: Sequence[str], peer: Peer, options: Options) -> dict[str, list
         for case in generate.grid(options, generate.config_of(options)):
             theirs = f"gen:{case.temperature:g}:{case.batch}:{options.new_tokens}:{folder}"
             chosen.setdefault(theirs, []).append(case.name)
+    if not chosen:
+        raise UserError(
+            f"--suite={','.join(suites)} has no case of the published code: --peer compares train, and generate with "
+            "--exported=DIR"
+        )
     return chosen
 
 

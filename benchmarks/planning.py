@@ -70,7 +70,8 @@ def planned(path: pathlib.Path, asked: list[str]) -> dict | None:
         done = subprocess.run(program, capture_output=True, text=True, check=False)
         if not path.exists():
             # For example, the hardware's compiler is not installed.
-            print(f"{shlex.join(program)}: {done.stderr.splitlines()[-1]}", file=sys.stderr)
+            reason = (done.stderr.splitlines() or [f"status {done.returncode}"])[-1]
+            print(f"{shlex.join(program)}: {reason}", file=sys.stderr)
     return json.loads(path.read_text()) if path.exists() else None
 
 

@@ -26,7 +26,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     """Reads what `write` wrote. Raises `UserError` for any other file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if not all(one["case"] and one["ms"] > 0 for one in found["results"]):
+        if not all(one["suite"] and one["case"] and one["ms"] > 0 for one in found["results"]):
             raise ValueError("a time is not positive")
     except OSError as error:
         raise UserError(f"--compare={path} cannot be read: {error.strerror}") from error
@@ -39,11 +39,11 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
 def ratios(new: Sequence[Record], old: Sequence[Record]) -> dict[str, dict[str, float]]:
     """For each case of both: "speed", new / old, above 1 is faster; "memory", new / old of the peak, where both have one."""
-    before = {one["case"]: one for one in old}
+    before = {(one["suite"], one["case"]): one for one in old}
     found = {}
     for one in new:
-        if one["case"] in before:
-            earlier = before[one["case"]]
+        earlier = before.get((one["suite"], one["case"]))
+        if earlier is not None:
             row = {"speed": earlier["ms"] / one["ms"]}
             if one.get("rss_mb") and earlier.get("rss_mb"):
                 row["memory"] = one["rss_mb"] / earlier["rss_mb"]

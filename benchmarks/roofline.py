@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from calm_jax.cli.output import new_file
 from calm_jax.config import resolve
 from calm_jax.cost import flops
 from calm_jax.data.tokenizers import Vocabulary
+from calm_jax.errors import UserError
 from calm_jax.planning import hlo, memory_traffic
 from configs import quickstart
 
@@ -113,12 +115,23 @@ def errors(measured: list[float], predicted: list[float]) -> list[float]:
     ]
 
 
+def _kept(path: pathlib.Path) -> dict[str, Any]:
+    """What an interrupted call has measured. Raises `UserError` for another file."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if {"rates", "cases"} <= kept.keys():
+            return kept
+    except (ValueError, AttributeError):
+        pass
+    raise UserError(f"--output={path} is no file of this command: give another name")
+
+
 @command
 def main(argv: list[str]) -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     path = new_file(local_path(_OUTPUT.value, "--output"), "--output", overwrite=True)
     if path.exists():
-        kept = json.loads(path.read_text())
+        kept = _kept(path)
     else:
         kept = facts() | {"rates": {"flops": peak_flops(), "bytes": bandwidth()}, "cases": {}}
     rates, found = kept["rates"], kept["cases"]

@@ -48,7 +48,9 @@ def _two(arguments: list[str]) -> int:
     given = [*arguments, f"--coordinator=localhost:{port}", "--num_processes=2"]
     with _started(*([*given, f"--process_id={index}"] for index in range(2))) as running:
         # Nobody reads the pipes: each process prints less than a pipe holds.
-        return max(process.wait(_MOST_SECONDS) for process in running)
+        statuses = [process.wait(_MOST_SECONDS) for process in running]
+        # That of a process that a signal has ended is negative.
+        return next((status for status in statuses if status < 0), max(statuses))
 
 
 def _asked(workdir: str, answers: str) -> int:

@@ -236,7 +236,12 @@ def _prepare(soak: _Soak) -> None:
         if not expected or chance.random() > 0.04:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
-            workers = [one for one in process.children(recursive=True) if not one.children()]
+            workers = [
+                one
+                for one in process.children(recursive=True)
+                # The resource tracker does no work.
+                if not one.children() and "resource_tracker" not in " ".join(one.cmdline())
+            ]
             if workers:
                 os.kill(chance.choice(workers).pid, signal.SIGKILL)
                 killed += 1

@@ -21,9 +21,9 @@ from absl import app, flags
 
 from benchmarks.damage.campaign import GOOD, Case, numbers_of, run
 from benchmarks.damage.readers import READERS
+from benchmarks.seeds import check_seed
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
-from calm_jax.cli.files import read_text, write_atomically
 from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError
 
@@ -73,19 +73,6 @@ def _read_cases(path: pathlib.Path) -> list[Case]:
     return cases
 
 
-def _check_seed(root: pathlib.Path, seed: int) -> None:
-    """Raises `UserError` if the cases of a folder have another seed. A new folder gets a file that says its seed."""
-    path = root / "seed.txt"
-    if not path.exists():
-        root.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, f"{seed}\n")
-    stored = read_text(str(path), "the seed").strip()
-    if stored != str(seed):
-        raise UserError(
-            f"--seed={seed}: the cases in {root} have the seed {stored}: give that one, or another --folder"
-        )
-
-
 @command
 def main(argv: list[str]) -> int:
     root = given_folder(_FOLDER, "a folder for cases and results").absolute()
@@ -96,7 +83,7 @@ def main(argv: list[str]) -> int:
             raise UserError(f"{name!r} is no reader: there are {', '.join(READERS)}")
     if _CASE.value and not (number.isascii() and number.isdecimal()):
         raise UserError(f"--case={_CASE.value} must be READER:NUMBER, such as {one}:0")
-    _check_seed(root, _SEED.value)
+    check_seed(root, _SEED.value)
     if _CASE.value:
         for case in run(one, root, _SEED.value, [int(number)]):
             print(f"{case.kind} of {case.file}: {case.outcome}\n{case.detail}")

@@ -100,7 +100,8 @@ def _costs(options: Options, case: str) -> list[Record]:
     words = vocabulary(config.tokenizer)
     trained = fresh(config, stage, words)
     tokens = trained.batch["tokens"].size
-    whole = measured("costs", case, trained.advance, options, tokens, config.compute_dtype)
+    size = trained.mesh.size
+    whole = measured("costs", case, trained.advance, options, tokens, config.compute_dtype, size)
     if stage == "autoencoder":
         counted = flops.autoencoder_training(config, words.vocab_size)
     else:
@@ -114,7 +115,7 @@ def _costs(options: Options, case: str) -> list[Record]:
         if name in counted:
             one |= {
                 "flops": counted[name],
-                "share": counted[name] / seconds / whole["product_flops_per_s"],
+                "share": counted[name] / seconds / size / whole["product_flops_per_s"],
             }
         records.append(one)
     return records

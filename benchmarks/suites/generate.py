@@ -30,6 +30,7 @@ from calm_jax.cost import flops
 from calm_jax.data.tokenizers import Tokenizer, Vocabulary, vocabulary
 from calm_jax.errors import UserError
 from calm_jax.parallel.mesh import make_mesh
+from calm_jax.run.continuous_batch import mesh_of_params
 from calm_jax.run.workdir import Workdir
 from calm_jax.sampling.samplers import check_sampler
 
@@ -150,7 +151,11 @@ def _generate(
         return time.perf_counter() - began
 
     tokens = case.batch * new
-    one = measured("generate", case.name, run, options, tokens, config.compute_dtype)
+    mesh = mesh_of_params(generator.params)
+    size = 1 if mesh is None else mesh.size
+    one = measured("generate", case.name, run, options, tokens, config.compute_dtype, size)
+    # A stream calls a program of its own, which the first call compiles.
+    first_chunk()
     waits = [first_chunk() for _ in range(options.repeats)]
     one["first_chunk_ms"] = 1e3 * statistics.median(waits)
     one["draws"] = draws = _mean([count for text in done for count in text.draws])
