@@ -39,6 +39,7 @@ import psutil
 import rich.table
 from absl import app, flags
 
+from benchmarks.processes import working_children
 from benchmarks.seeds import check_seed
 from benchmarks.words import WORDS
 from calm_jax.cli import progress
@@ -359,12 +360,7 @@ def _victim(process: subprocess.Popen, job: Job, chance: random.Random) -> int:
         return process.pid
     children: list[int] = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        children = [
-            one.pid
-            for one in psutil.Process(process.pid).children(recursive=True)
-            # It does no work.
-            if "resource_tracker" not in " ".join(one.cmdline())
-        ]
+        children = [one.pid for one in working_children(psutil.Process(process.pid))]
     if job.victims == "all":
         children.append(process.pid)
     return chance.choice(children or [process.pid])

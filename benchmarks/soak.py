@@ -32,6 +32,7 @@ import rich.table
 from absl import app, flags
 
 from benchmarks.client import completion, server
+from benchmarks.processes import working_children
 from benchmarks.words import WORDS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
@@ -236,12 +237,7 @@ def _prepare(soak: _Soak) -> None:
         if not expected or chance.random() > 0.04:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
-            workers = [
-                one
-                for one in process.children(recursive=True)
-                # The resource tracker does no work.
-                if not one.children() and "resource_tracker" not in " ".join(one.cmdline())
-            ]
+            workers = [one for one in working_children(process) if not one.children()]
             if workers:
                 os.kill(chance.choice(workers).pid, signal.SIGKILL)
                 killed += 1

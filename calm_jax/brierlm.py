@@ -81,7 +81,6 @@ _OVERWRITE = flags.DEFINE_bool(
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", "", "tokenizer of texts: a workdir, a tokenizer's file, or bytes"
 )
-_OF_SCORING = (_MODEL, _OUTPUT, _TOKENIZER)
 _OF_MODELS = (_NUM_SAMPLES, _SEED)
 
 
@@ -201,7 +200,8 @@ def _run(written: pathlib.Path, output: pathlib.Path) -> None:
     if _WRITE.value:
         if config is None:
             raise UserError("--write_references needs a run: --config=configs/workdir.py:DIR")
-        _refuse("with --write_references", _REFERENCES, _SAMPLES, *_OF_SCORING, *_OF_MODELS)
+        of_scoring = (_REFERENCES, _SAMPLES, _MODEL, _OUTPUT, _TOKENIZER)
+        _refuse("with --write_references", *of_scoring, *_OF_MODELS)
         _write(config, Workdir(_folder()).tokenizer, written)
         return
     if not _REFERENCES.value or not (_SAMPLES.value or _MODEL.value):

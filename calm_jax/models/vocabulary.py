@@ -82,8 +82,7 @@ def cross_entropy(x: Array, table_VD: Array, target: Array) -> Array:
     the 65,536 positions per device of stage 1 of CALM-M on eight devices, with W = 2048 and D = 512. A loop over blocks of
     positions would carry the table's gradient instead: 8 V D bytes for each block of B positions, a share of 0.3 D / B. With
     the same memory, B V = P W, that is more where V is larger than P, and a mesh would need another sum over the devices.
-    The smaller memory costs one of the four
-    products, because the logits are computed twice.
+    The smaller memory costs one of the four products, because the logits are computed twice.
 
     Args:
         x: features [..., D], in the dtype of the products' operands; sums are float32. P positions in all.

@@ -40,7 +40,8 @@ def keep_freed_memory() -> bool:
 def return_compilers_memory() -> None:
     """Gives freed memory back to the operating system after each long compilation, where `keep_freed_memory` keeps it.
 
-    The compiler frees as much memory as a small training step needs, but in pieces too small for the step's large blocks. All freed memory is given back, so that the next step touches its pages anew.
+    The compiler frees as much memory as a small training step needs, but in pieces too small for the step's large blocks. All
+    freed memory is given back, so that the next step touches its pages anew.
     """
     if not _keeps():
         return
