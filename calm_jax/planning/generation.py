@@ -31,7 +31,6 @@ from calm_jax.planning import fitting, hlo, memory_traffic
 from calm_jax.planning.planner import COMPILER_OPTIONS
 from calm_jax.planning.result import limits
 from calm_jax.planning.topology import Topology
-from calm_jax.sampling.config import FIXED_POOL, SamplerConfig
 from calm_jax.sampling.decode import (
     CHUNKS_PER_CALL,
     CHUNKS_READ_TOGETHER,
@@ -39,9 +38,7 @@ from calm_jax.sampling.decode import (
     prefill,
     with_room,
 )
-from calm_jax.sampling.exact import pool_sizes
-from calm_jax.sampling.search import FIRST_POOL, kept_back
-from calm_jax.sampling.temperature import split_exponent
+from calm_jax.sampling.samplers import fewest_draws
 
 # The batches, before they are rounded up to what a mesh can split, and the temperatures that are planned.
 _BATCHES, TEMPERATURES = (1, 8, 64), (1.0, 0.5)
@@ -237,7 +234,7 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
             if temperature == 1:
                 moved = memory_traffic.bytes_moved(read, CHUNKS_PER_CALL) / CHUNKS_PER_CALL
     vocab_size, context = words.vocab_size, config.lm.data.block_tokens
-    draws = _fewest_draws(config, sampler)
+    draws = fewest_draws(sampler) if config.has_autoencoder else 1
     per_token = flops.inference(config, vocab_size, flops.Count.OURS, context, draws, draws)
     tokens = batch * config.chunk_size
     one_pass = _weight_bytes(config, vocab_size) / mesh.shape["tensor"]
@@ -259,19 +256,6 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
         needed=needed,
         available=topology.memory,
     )
-
-
-def _fewest_draws(config: Config, sampler: SamplerConfig) -> int:
-    """The fewest draws that the sampler makes for a chunk."""
-    if not config.has_autoencoder or sampler.temperature == 1 or sampler.sampler == "noise":
-        return 1
-    if sampler.sampler in FIXED_POOL:
-        return sampler.num_candidates
-    if sampler.sampler == "pooled":
-        return pool_sizes(sampler.max_draws)[0]
-    n, a = split_exponent(sampler.temperature)
-    kept = kept_back(sampler, n + (a > 0)) if sampler.sampler == "rejection" else 0
-    return min(FIRST_POOL, sampler.max_draws - kept)
 
 
 def _weight_bytes(config: Config, vocab_size: int) -> float:

@@ -5,7 +5,9 @@ p is the model's distribution of the next chunk, which can be drawn from but not
 draws come from its own key, so its chunk does not depend on the other rows.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,3 +108,31 @@ def sample_chunk(
             return _at_noise(model, h_BD, key_B, active_B, config)
         check_sampler("sampler", config.sampler)
         return SAMPLERS[config.sampler](model, h_BD, key_B, active_B, config)
+
+
+@functools.cache
+def fewest_draws(config: SamplerConfig) -> int:
+    """The draws that a latent head's sampler makes for a chunk in the best case: the model is certain, so all draws are equal."""
+
+    def certain(h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
+        return jnp.zeros((len(h_PD), num_draws, 1))
+
+    def argmax_tokens(x_RD: Array) -> Array:
+        return x_RD[:, 0].astype(jnp.int32)
+
+    def not_sampled(*arguments: object) -> Any:
+        raise AssertionError("a sampler reads no text")
+
+    # K = 1, and the only token is 0.
+    model = ChunkModel(
+        certain,
+        lambda latent_RZ: latent_RZ[:, None],
+        argmax_tokens,
+        not_sampled,
+        not_sampled,
+        not_sampled,
+        None,
+    )
+    one_BD, key_B = jnp.zeros((1, 1)), jax.random.split(jax.random.key(0), 1)
+    draw = jax.jit(lambda: sample_chunk(model, one_BD, key_B, jnp.ones(1, bool), config).draws)
+    return int(draw()[0])

@@ -19,7 +19,7 @@ from calm_jax.sampling import exact, search, temperature
 from calm_jax.sampling.chunk_model import ChunkModel
 from calm_jax.sampling.config import MOST_COMPARED, SamplerConfig
 from calm_jax.sampling.pools import Prefix, complete_chunk
-from calm_jax.sampling.samplers import SAMPLERS, check_sampler, sample_chunk
+from calm_jax.sampling.samplers import SAMPLERS, check_sampler, fewest_draws, sample_chunk
 from tests.sampling import laws
 from tests.sampling.laws import FALSE_ALARM, FAR, PROBS, compositions, power
 
@@ -357,6 +357,28 @@ def test_candidates_are_the_counts_of_the_pool_and_change_no_chunk(sampler, temp
     if sampler in ("batch", "published"):
         assert (found.pool == 8).all()
         assert laws.p_value(votes_BC[5].sum(0), PROBS) > FALSE_ALARM
+
+
+@pytest.mark.parametrize(
+    "sampler, temperature_, fewest",
+    [
+        ("pooled", 0.5, 16),
+        # A candidate of two draws, and a block for the fraction: half of the budget of 48 is kept back.
+        ("pooled", 0.8, 17),
+        ("published", 0.5, 8),
+        # Twenty equal draws take two blocks.
+        ("rejection", 0.05, 32),
+        ("noise", 0.5, 1),
+        ("pooled", 1.0, 1),
+    ],
+)
+def test_the_fewest_draws_are_those_of_a_certain_model(sampler, temperature_, fewest):
+    config = config_of(temperature_, sampler)
+    assert fewest_draws(config) == fewest
+    _, sampled = run(known_model((0.6, 0.4)), config, 50)
+    assert sampled.draws.min() >= fewest
+    if fewest > 1:
+        assert sampled.draws.max() > fewest or sampler == "published"
 
 
 def test_at_temperature_1_every_sampler_is_the_same_single_draw():
