@@ -6,10 +6,8 @@ import math
 import os
 import pathlib
 import platform
-import resource
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from ml_collections import ConfigDict
 
 from calm_jax.cli import progress
 from calm_jax.data.tokenizers import Vocabulary
-from calm_jax.parallel.devices import accelerator, num_cores
+from calm_jax.parallel.devices import accelerator, num_cores, peak_resident
 from calm_jax.parallel.mesh import shardings
 from calm_jax.tasks import Params, Task
 
@@ -99,13 +97,6 @@ def product_rate(dtype: str) -> float:
     return 2 * m * k * n / statistics.median(timed(lambda: product(left, right), _PRODUCT_RUNS))
 
 
-def peak_rss() -> float:
-    """The largest resident memory of this process so far, in MiB."""
-    # In KiB on Linux, in bytes on macOS.
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
 def _peak_of_device() -> float:
     """The largest memory in use on the first device so far, in MiB; NaN if the device does not report it, as CPUs do not."""
     used = jax.local_devices()[0].memory_stats() or {}
@@ -163,7 +154,7 @@ def measured(
         tokens_per_s=tokens / median,
         product_flops_per_s=rate,
         devices=devices,
-        rss_mb=peak_rss(),
+        rss_mb=peak_resident() / 2**20,
         device_mb=_peak_of_device(),
     )
 

@@ -42,6 +42,7 @@ from calm_jax.sampling.config import SamplerConfig
 from calm_jax.sampling.samplers import sample_chunk
 from calm_jax.sampling.search import Sampled
 from calm_jax.tasks import CalmTask
+from calm_jax.tasks.language_model import documents_of
 from configs import quickstart
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")
@@ -85,7 +86,8 @@ def _trained(folder: str) -> tuple[Bind, Any, Array]:
     for place in range(_CONTEXTS.value):
         block = blocks[place * len(blocks) // _CONTEXTS.value]
         tokens_1LK = jnp.asarray(block["tokens"].reshape(1, -1, config.chunk_size))
-        h_BLD = task.hidden(generator.params, tokens_1LK)
+        documents = documents_of({k: x[None] for k, x in block.items()}, config.chunk_size)
+        h_BLD = task.hidden(generator.params, tokens_1LK, documents)
         hidden.append(h_BLD[0, (7 * place) % h_BLD.shape[1]])
     variables = generator.params, generator.frozen
     return lambda variables: task.bind(*variables), variables, jnp.stack(hidden)

@@ -15,7 +15,6 @@ been made with it. If one system gives texts, as hf:gpt2 does, all systems that 
 `calm_jax.evaluation.samples` describes the lines of both files, docs/evaluation.md the score.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -31,9 +30,8 @@ from calm_jax import brier
 from calm_jax.brier import ORDERS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
-from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import define_recipe, parse_flags
-from calm_jax.cli.output import owned_file, write_result
+from calm_jax.cli.output import owned_output, write_result
 from calm_jax.config import Config, resolve
 from calm_jax.data.tokenizers import Tokenizer, open_tokenizer
 from calm_jax.errors import UserError
@@ -179,25 +177,17 @@ def _print(scores: Mapping[str, brier.Score], num_positions: int) -> None:
 
 @command
 def main(argv: list[str]) -> None:
-    with contextlib.ExitStack() as stack:
-        written, output = (_owned(flag, stack) for flag in (_WRITE, _OUTPUT))
+    overwrite = _OVERWRITE.value
+    with owned_output(_WRITE, overwrite) as written, owned_output(_OUTPUT, overwrite) as output:
         _run(written, output)
 
 
-def _owned(flag: flags.FlagHolder, stack: contextlib.ExitStack) -> pathlib.Path:
-    """The file that a flag names, owned until `stack` ends."""
-    path = local_path(flag.value, f"--{flag.name}")
-    if not flag.value:
-        return path
-    return stack.enter_context(owned_file(path, f"--{flag.name}", _OVERWRITE.value))
-
-
-def _run(written: pathlib.Path, output: pathlib.Path) -> None:
+def _run(written: pathlib.Path | None, output: pathlib.Path | None) -> None:
     """Writes the references to `written`, or scores systems and writes the samples of one to `output`."""
     config = None if _CONFIG.value is None else resolve(_CONFIG.value)
     keep_compiled_programs()
     return_compilers_memory()
-    if _WRITE.value:
+    if written is not None:
         if config is None:
             raise UserError("--write_references needs a run: --config=configs/workdir.py:DIR")
         of_scoring = (_REFERENCES, _SAMPLES, _MODEL, _OUTPUT, _TOKENIZER)
@@ -238,7 +228,7 @@ def _run(written: pathlib.Path, output: pathlib.Path) -> None:
             floor["frequencies (the floor)"] = scorer.floor(text.training_ngrams(), bool(texts))
     for name in _MODEL.value:
         drawn[name] = _draw(name, places, bool(texts))
-        if _OUTPUT.value:
+        if output is not None:
             lines = [
                 json.dumps({"id": id, "samples": several}) + "\n"
                 for id, several in drawn[name].items()

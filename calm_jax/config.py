@@ -60,10 +60,7 @@ class LmStage:
     training: TrainingConfig
 
     def __post_init__(self):
-        if self.token_loss_weight < 0:
-            raise UserError(
-                f"lm.token_loss_weight={self.token_loss_weight} must be at least 0; 0 trains by the head's loss alone"
-            )
+        require_at_least(0, self, "lm.", "token_loss_weight")
         if self.token_loss_weight and self.head.name not in LATENT_HEADS:
             raise UserError(
                 f"lm.token_loss_weight={self.token_loss_weight}: lm.head.name={self.head.name!r} predicts tokens itself, "
@@ -93,8 +90,7 @@ class Config:
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} must be in [0, 2**32)")
         require_one_of("stage", self.stage, STAGES)
-        if self.compute_dtype not in ("float32", "bfloat16"):
-            raise UserError(f"compute_dtype={self.compute_dtype!r} must be 'float32' or 'bfloat16'")
+        require_one_of("compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         require_at_least(1, self, "", "chunk_size")
         check_sampler("sampler", self.sample.sampler)
         self._check_head()
@@ -301,8 +297,7 @@ def _head_config(section: Mapping[str, Any]) -> type:
     if "name" not in section:
         raise UserError("the config lacks the key lm.head.name")
     name = section["name"]
-    if not isinstance(name, str) or name not in HEADS:
-        raise UserError(f"lm.head.name={name!r} is none of {', '.join(HEADS)}")
+    require_one_of("lm.head.name", name, HEADS)
     return HEADS[name][1]
 
 

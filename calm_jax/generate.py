@@ -11,7 +11,6 @@ Options without a default are taken from the model's config, section `sample`; c
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -24,7 +23,7 @@ from absl import app, flags
 from calm_jax.cli import progress
 from calm_jax.cli.files import local_path, read_text
 from calm_jax.cli.flags import given_folder, parse_flags
-from calm_jax.cli.output import new_file, owned_file, write_result
+from calm_jax.cli.output import new_file, owned_output, write_result
 from calm_jax.errors import UserError
 from calm_jax.parallel import startup
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
@@ -216,12 +215,7 @@ def main(argv: list[str]) -> None:
     return_compilers_memory()
     given = {flag.name: flag.value for flag in (*_OPTIONS, _SEED, _WORKDIR, _OUTPUT)}
     multihost.check_same(lambda: given | {"prompts": prompts})
-    owner = (
-        owned_file(output, "--output", _OVERWRITE.value)
-        if _OUTPUT.value
-        else contextlib.nullcontext()
-    )
-    with multihost.entered_once(owner):
+    with multihost.entered_once(owned_output(_OUTPUT, _OVERWRITE.value)):
         # Wrong flags are refused before the parameters are read.
         options = multihost.run_on_all(lambda: _options(Workdir(workdir).config))
         generator = Generator.load(workdir)

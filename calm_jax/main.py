@@ -51,7 +51,7 @@ def _default_workdir(config_flag: str) -> pathlib.Path:
 def _profiled_steps(text: str) -> tuple[int, int]:
     if not text:
         return -1, -1
-    match = re.fullmatch(r"(\d+):(\d+)", text)
+    match = re.fullmatch(r"(\d{1,18}):(\d{1,18})", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"--profile={text!r} must be A:B, the first and the last step to trace")
     return int(match[1]), int(match[2])

@@ -8,7 +8,6 @@ Needs pip install 'calm_jax[plan]' for TPUs (v4, v5e, v5p, v6e) and 'calm_jax[pl
 The exit status is 1 if it does not fit.
 """
 
-import contextlib
 import functools
 import json
 import math
@@ -22,9 +21,9 @@ from absl import app, flags
 from ml_collections import ConfigDict
 
 from calm_jax.cli.command import command
-from calm_jax.cli.files import local_path, nan_to_none
+from calm_jax.cli.files import nan_to_none
 from calm_jax.cli.flags import define_recipe, parse_flags
-from calm_jax.cli.output import owned_file, write_result
+from calm_jax.cli.output import owned_output, write_result
 from calm_jax.errors import UserError
 
 _CONFIG = define_recipe("recipe: a file with get_config()")
@@ -58,14 +57,11 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--price_per_hour={_PRICE.value:g} must be a number from 0 on")
     if not 0 < _EFFICIENCY.value <= 1:
         raise UserError(f"--efficiency={_EFFICIENCY.value:g} must be in (0, 1]")
-    output = local_path(_OUTPUT.value, "--output")
-    with contextlib.ExitStack() as stack:
-        if _OUTPUT.value:
-            output = stack.enter_context(owned_file(output, "--output", _OVERWRITE.value))
+    with owned_output(_OUTPUT, _OVERWRITE.value) as output:
         return _plan(_CONFIG.value, output)
 
 
-def _plan(recipe: ConfigDict, output: pathlib.Path) -> int:
+def _plan(recipe: ConfigDict, output: pathlib.Path | None) -> int:
     """Compiles and shows the plan, and writes it to `output`. Returns 0 if it fits, 1 if not."""
     # Imported here, so that --help and bad flags do not wait for JAX.
     from calm_jax.config import resolve
@@ -95,7 +91,7 @@ def _plan(recipe: ConfigDict, output: pathlib.Path) -> int:
         plan = planner.plan_for(config, stage, hardware, report.compile_aloud)
     if plan is not None:
         report.show(plan, _EFFICIENCY.value, _PRICE.value)
-    if _OUTPUT.value:
+    if output is not None:
         record: dict = {"tries": {str(one.topology): one.why_not for one in tries}}
         if plan is not None:
             record |= report.record(plan, _EFFICIENCY.value, _PRICE.value)

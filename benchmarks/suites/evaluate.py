@@ -8,6 +8,7 @@ baseline are rarely equal, which is the least (see `calm_jax.brier`).
 import functools
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from benchmarks.measure import Cases, Options, Record, fresh_params, measured, random_tokens
@@ -15,8 +16,8 @@ from benchmarks.suites.train import variant
 from calm_jax.build import stage_of
 from calm_jax.config import resolve
 from calm_jax.data.tokenizers import vocabulary
+from calm_jax.evaluation.evaluator import jit_sums
 from calm_jax.parallel.mesh import global_batch, make_mesh, rows_here
-from calm_jax.tasks import Batch, Params
 
 
 def cases(options: Options) -> Cases:
@@ -36,22 +37,20 @@ def _batch(options: Options, name: str, tree: ConfigDict) -> list[Record]:
     words, mesh = vocabulary(config.tokenizer), make_mesh(config.mesh)
     task, source, _ = stage_of(config, "lm", words)
     size, block = config.eval.batch_size, config.lm.data.block_tokens
-    key = jax.random.key(config.seed)
-    tokens_BT = random_tokens(words, size, block)[rows_here(size, mesh)]
+    key, mine = jax.random.key(config.seed), rows_here(size, mesh)
+    tokens_BT = random_tokens(words, size, block)[mine]
 
     with jax.set_mesh(mesh):
         params = fresh_params(task, key, mesh)
         frozen = {} if source is None else {"params": fresh_params(source, key, mesh)}
-        batch = global_batch({"tokens": tokens_BT, "targets": tokens_BT}, size, mesh)
-        key_B = jax.random.split(jax.random.key(1), size)
-
-    @jax.jit
-    def evaluate(params: Params, frozen: Params, batch: Batch, key_B: jax.Array) -> object:
-        return task.evaluate(params, frozen, batch, key_B)
+        index_B = np.asarray(mine, np.int32)
+        rows = {"tokens": tokens_BT, "targets": tokens_BT, "index": index_B}
+        batch = global_batch(rows, size, mesh)
+    sums = jit_sums("lm", task, config.eval, mesh)
 
     def run() -> object:
         with jax.set_mesh(mesh):
-            return evaluate(params, frozen, batch, key_B)
+            return sums(params, frozen, batch)
 
     tokens = size * block
     return [measured("eval", name, run, options, tokens, config.compute_dtype, mesh.size)]

@@ -6,7 +6,9 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from calm_jax.cli.files import os_errors, unfinished_folder, write_atomically
+from absl import flags
+
+from calm_jax.cli.files import local_path, os_errors, unfinished_folder, write_atomically
 from calm_jax.cli.signals import ignore_the_next
 from calm_jax.errors import UserError
 
@@ -44,6 +46,17 @@ def owned_file(path: pathlib.Path, flag: str, overwrite: bool) -> Iterator[pathl
     with unfinished_folder(path, flag):
         # Checked again, because another process may have written it before this one got the lock.
         yield new_file(path, flag, overwrite)
+
+
+@contextlib.contextmanager
+def owned_output(flag: flags.FlagHolder[str], overwrite: bool) -> Iterator[pathlib.Path | None]:
+    """`owned_file` for the file that a flag names; None if the flag is empty."""
+    if not flag.value:
+        yield None
+        return
+    name = f"--{flag.name}"
+    with owned_file(local_path(flag.value, name), name, overwrite) as path:
+        yield path
 
 
 def write_result(path: pathlib.Path, text: str, tag: str = "") -> None:

@@ -150,8 +150,12 @@ def owned(folder: pathlib.Path, flag: str) -> Iterator[Callable[[], None]]:
             f"note: {flag} is on a file system without locks: let no other command write to it",
             file=sys.stderr,
         )
+    locked = None
     try:
-        locked = os.stat(folder / LOCK)
+        try:
+            locked = os.stat(folder / LOCK)
+        except OSError as error:  # another command has deleted the folder since
+            raise UserError(f"{flag} cannot be written: {error.strerror or error}") from error
 
         def check() -> None:
             # Any other error may pass, and if it does not, the write that follows shows it.
@@ -167,7 +171,7 @@ def owned(folder: pathlib.Path, flag: str) -> Iterator[Callable[[], None]]:
     finally:
         with contextlib.suppress(OSError):
             # If the folder was renamed meanwhile, another process may have made a new one of this name: leave that alone.
-            if _is_file(folder / LOCK, locked):
+            if locked and _is_file(folder / LOCK, locked):
                 os.truncate(folder / LOCK, 0)
                 if missing and os.listdir(folder) == [LOCK]:
                     (folder / LOCK).unlink()

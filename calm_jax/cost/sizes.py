@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import flax.traverse_util
 import jax
+import jax.numpy as jnp
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.config import Config
@@ -19,7 +20,6 @@ from calm_jax.tasks import Task
 Parameters = Mapping[str, int]
 
 _BYTES_OF_FLOAT32 = 4
-_BYTES = {"bfloat16": 2, "float32": 4}
 
 # The part that a parameter belongs to, by the beginning of its path; the first match wins.
 _AUTOENCODER_PARTS = {
@@ -123,7 +123,7 @@ def fsdp_traffic(
       data: size of the mesh's data axis.
       fsdp: size of the mesh's fsdp axis.
     """
-    parts, size = trained(config, stage, vocab_size), _BYTES[config.compute_dtype]
+    parts, size = trained(config, stage, vocab_size), jnp.dtype(config.compute_dtype).itemsize
     trained_bytes = sum(parts.values()) * size
     # The autoencoder's embeddings are the weights of its logits too, whose gradient needs them.
     gathered_once = parts["token embeddings"] * size if stage == "lm" else 0

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from absl import logging
 
-from calm_jax.data.documents import Distinct, Document, Reading, kept, read_documents
+from calm_jax.data.documents import Document, Reading, digest_of, kept, read_documents
 from calm_jax.data.files import find_files, format_of
 from calm_jax.data.shards import PreparedText, is_prepared
 from calm_jax.errors import UserError, require_at_least
@@ -193,8 +193,9 @@ class _Reader:
     """
 
     def __init__(self, config: DataConfig):
-        # All files share one `Distinct`, so that `deduplicate` finds copies across them.
-        self._config, self._distinct = config, Distinct()
+        self._config = config
+        # Hashes of the documents of all files, among which `deduplicate` finds copies.
+        self._seen: set[bytes] = set()
         self.skipped: collections.Counter = collections.Counter()
 
     def training(self, entries: list[str], key: str, is_mixture: bool) -> list[Document]:
@@ -219,7 +220,7 @@ class _Reader:
             files = find_files(globs, key)
             if is_mixture and all(format_of(file) == ".txt" for file in files):
                 reading = dataclasses.replace(reading, prompt_field="")
-            found = itertools.chain(self._read(files, key, reading), found)
+            found = itertools.chain(read_documents(files, key, reading, self.skipped), found)
         if self._config.deduplicate:
             found = filter(self._is_new, found)
         return self._not_empty(list(found), ",".join(entries), key)
@@ -227,11 +228,8 @@ class _Reader:
     def validation(self, globs: str, key: str) -> list[Document]:
         """Documents to score on: short and repeated ones are kept, and long ones are not cut into pieces."""
         reading = dataclasses.replace(self._config.reading, min_characters=0, max_words=0)
-        found = self._read(find_files(globs, key), key, reading)
+        found = read_documents(find_files(globs, key), key, reading, self.skipped)
         return self._not_empty(list(found), globs, key)
-
-    def _read(self, files: list[str], key: str, reading: Reading) -> Iterator[Document]:
-        return read_documents(files, key, reading, self.skipped)
 
     def _not_empty(self, documents: list[Document], globs: str, key: str) -> list[Document]:
         if not documents:
@@ -239,7 +237,9 @@ class _Reader:
         return documents
 
     def _is_new(self, document: Document) -> bool:
-        is_new = self._distinct.is_new(document)
+        digest = digest_of(document)
+        is_new = digest not in self._seen
+        self._seen.add(digest)
         self.skipped["duplicate of an earlier document"] += not is_new
         return is_new
 

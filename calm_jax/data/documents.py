@@ -303,20 +303,6 @@ def read_documents(
             yield from documents
 
 
-class Distinct:
-    """Finds repeated documents by a hash of 16 bytes of prompt and text."""
-
-    def __init__(self) -> None:
-        self._seen: set[bytes] = set()
-
-    def is_new(self, document: Document) -> bool:
-        """Whether no equal document was passed to an earlier call."""
-        digest = digest_of(document)
-        is_new = digest not in self._seen
-        self._seen.add(digest)
-        return is_new
-
-
 def digest_of(document: Document) -> bytes:
     """A hash of prompt and text, 16 bytes; it does not depend on the name."""
     prompt = (document.prompt or "").encode("utf-8")

@@ -12,6 +12,7 @@ The shards, concatenated in order, are one text. It is not cut into blocks, so t
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import os
 import pathlib
@@ -22,7 +23,7 @@ from typing import IO
 
 import numpy as np
 
-from calm_jax.cli.files import checked_json, open_regular, read_json
+from calm_jax.cli.files import checked_json, open_regular, read_json, write_atomically
 from calm_jax.data.packing import MASKED, document_blocks
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from calm_jax.errors import UserError
@@ -111,23 +112,15 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         bounds = np.asarray([*self._starts, self._num_tokens], "<i8")
-        with open(self._folder / DOCUMENTS, "wb") as file:
-            np.lib.format.write_array_header_1_0(
-                file, np.lib.format.header_data_from_array_1_0(bounds)
-            )
-            # `np.save` does not report a full disk; `write` and `fsync` do.
-            file.write(bounds.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+        content = io.BytesIO()
+        np.save(content, bounds)
+        write_atomically(self._folder / DOCUMENTS, content.getbuffer())
         about = {
             "documents": len(self._starts),
             "tokens": self._num_tokens,
             "sha256": {name: sha256(self._folder / name) for name in (PAGES, DOCUMENTS)},
         }
-        with open(self._folder / SHARD, "w", encoding="utf-8") as about_file:
-            about_file.write(checked_json(SHARD, about))
-            about_file.flush()
-            os.fsync(about_file.fileno())
+        write_atomically(self._folder / SHARD, checked_json(SHARD, about))
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -293,7 +286,7 @@ def _are_counts(*values: object) -> bool:
 
 
 def _is_whole(index: dict) -> bool:
-    """Whether an index has all parts that a preparation writes. Raises `KeyError` or `TypeError` if one is missing."""
+    """Whether an index has all parts that a preparation writes. Raises `KeyError`, `TypeError` or `AttributeError` if one is missing."""
     shards, options, tokenizer = index["shards"], index["options"], index["tokenizer"]
     _ = [options[name] for name in _OPTIONS]
     return (
@@ -305,7 +298,7 @@ def _is_whole(index: dict) -> bool:
         and all(_are_counts(shard["documents"], shard["tokens"]) for shard in shards)
         # Any other name could lead out of the folder.
         and all(re.fullmatch(r"shard-\d+-of-\d+", shard["name"]) for shard in shards)
-        and all(set(shard["sha256"]) == {PAGES, DOCUMENTS} for shard in shards)
+        and all(shard["sha256"].keys() == {PAGES, DOCUMENTS} for shard in shards)
         and index["documents"] == sum(shard["documents"] for shard in shards)
         and index["tokens"] == sum(shard["tokens"] for shard in shards)
     )
@@ -323,7 +316,7 @@ def read_index(folder: pathlib.Path) -> dict:
             f"{folder} has no {INDEX}: it is no prepared text, or its preparation has not finished (python -m "
             f"calm_jax.data.prepare); to read files in it give a glob, such as {folder}/*.jsonl"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read ({error!r}): {_AGAIN}") from error
     if known != FORMAT:
         raise UserError(f"{path} has the format {known!r}, this version reads {FORMAT!r}: {_AGAIN}")

@@ -106,6 +106,12 @@ def jit_sums(name: str, task: Task, config: EvalConfig, mesh: Mesh) -> jax.stage
     return sums
 
 
+def add_sums(total: Any, new: Any) -> Any:
+    """Trees of sums, added up on the host in float64; `total` is None at first."""
+    new = jax.tree.map(lambda x: np.asarray(x, np.float64), jax.device_get(new))
+    return new if total is None else jax.tree.map(np.add, total, new)
+
+
 class Evaluator:
     """Evaluates one task on one split; compiled once.
 
@@ -152,9 +158,7 @@ class Evaluator:
         with Countdown(f"{self._name}: evaluating", len(indices), "blocks", shown) as countdown:
             for batch, index in evaluation_batches(self._blocks, indices, size, mine):
                 placed = global_batch(batch | {"index": index}, size, self._mesh)
-                sums = jax.device_get(self._sums(params, frozen, placed))
-                sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
-                total = sums if total is None else jax.tree.map(np.add, total, sums)
+                total = add_sums(total, self._sums(params, frozen, placed))
                 countdown.add(size)
                 between()
         return self._task.report(total)

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from calm_jax import brier
 from calm_jax.data.packing import BlockSource
 from calm_jax.errors import UserError
-from calm_jax.evaluation.evaluator import EvalConfig, part_of
+from calm_jax.evaluation.evaluator import EvalConfig, add_sums, part_of
 from calm_jax.models.kv_cache import SegmentIds
 from calm_jax.parallel import multihost
 from calm_jax.parallel.signals import poll
@@ -109,10 +109,8 @@ def _sample(
     key_R = jax.vmap(lambda key: jax.random.split(key))(key_P).reshape(-1)
     h_RD = h_1LD[0, chunk_R - 1]
     active_R = jnp.ones(len(chunk_R), bool)
-    own: list[Sampled] = []
-    first = sample_chunk(model, h_RD, key_R, active_R, config)
-    own.append(first)
-    num_chunks = brier.chunks_of(first.tokens.shape[1])
+    own = [sample_chunk(model, h_RD, key_R, active_R, config)]
+    num_chunks = brier.chunks_of(own[0].tokens.shape[1])
     for step in range(1, num_chunks):
         token_RJK = jnp.stack([chunk.tokens for chunk in own], axis=1)
 
@@ -192,10 +190,6 @@ def _contexts(
             brier.counted(block["targets"][None], own_P, pad_id)[0],
             jax.random.split(jax.random.fold_in(key, index), len(own_P)),
         )
-
-
-def _sums(total: Any, new: Any) -> Any:
-    return new if total is None else jax.tree.map(np.add, total, new)
 
 
 def measure(
@@ -303,23 +297,13 @@ def _point(
         rows = len(sampled.tokens)
         num_rows += rows
         counted_1P4 = jnp.asarray(one.counted_P4[None])
-        sums = _sums(
-            sums,
-            jax.tree.map(
-                lambda x: np.asarray(x, np.float64),
-                {
-                    "accuracy": brier.block_sums(
-                        jnp.asarray(right_P4[None], jnp.float32), counted_1P4
-                    ),
-                    "collision": brier.block_sums(
-                        jnp.asarray(same_P4[None], jnp.float32), counted_1P4
-                    ),
-                    "draws": sampled.draws.sum(),
-                    "decoded": sampled.decoded.sum(),
-                    "exact": sampled.exact.sum(),
-                },
-            ),
-        )
+        new: dict[str, Any] = {
+            name: brier.block_sums(jnp.asarray(terms_P4[None], jnp.float32), counted_1P4)
+            for name, terms_P4 in (("accuracy", right_P4), ("collision", same_P4))
+        }
+        for name in ("draws", "decoded", "exact"):
+            new[name] = getattr(sampled, name).sum()
+        sums = add_sums(sums, new)
     num_chunks = num_rows * brier.chunks_of(task.chunk_size)
     point: dict[str, Any] = {
         "sampler": way.sampler if frozen else "softmax",

@@ -97,9 +97,14 @@ def peak_memory() -> int:
     have no such statistics (CPUs)."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]
+    return max(peaks) if peaks else peak_resident()
+
+
+def peak_resident() -> int:
+    """The peak resident memory of this process so far, in bytes."""
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
-    return max(peaks) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def target_device() -> jax.Device | jax.sharding.AbstractDevice:

@@ -44,19 +44,14 @@ class AgreedError(UserError):
     """An error that all processes raise at the same place, so that none waits for another; process 0 prints it."""
 
 
-def is_initialized() -> bool:
-    """Whether JAX's distributed runtime was started, if only for one process."""
-    return jax.distributed.is_initialized()
-
-
 def is_multiprocess() -> bool:
     """Whether the command runs in more than one process."""
-    return is_initialized() and jax.process_count() > 1
+    return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def is_primary() -> bool:
     """Whether this is process 0, which prints and writes; true for a process that runs alone."""
-    return not is_initialized() or jax.process_index() == 0
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def wait_for_all() -> None:

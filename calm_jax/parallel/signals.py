@@ -9,10 +9,10 @@ import itertools
 import os
 import signal
 
+import jax
 from jax.experimental import multihost_utils
 
 from calm_jax.cli.signals import ENDING, EXIT_INTERRUPTED, SignalHandler, interrupted
-from calm_jax.parallel import multihost
 
 # Numbers the calls of JAX's `reached_preemption_sync_point`, which matches the calls of all processes by their numbers. All
 # stages share the counter.
@@ -27,7 +27,7 @@ def poll() -> None:
 
 def _is_signalled() -> bool:
     """Whether any process got SIGTERM. All processes must call this equally often, and get the same answer."""
-    on = multihost.is_initialized()
+    on = jax.distributed.is_initialized()
     return on and multihost_utils.reached_preemption_sync_point(next(_polls))
 
 
@@ -42,12 +42,12 @@ class _Handled(SignalHandler, abc.ABC):
 
     def __init__(self) -> None:
         # The runtime handles SIGTERM itself.
-        its_own = (signal.SIGTERM,) if multihost.is_initialized() else ()
+        its_own = (signal.SIGTERM,) if jax.distributed.is_initialized() else ()
         ours = tuple(number for number in ENDING if number not in its_own)
         super().__init__(ours, self._pass_on_or_handle)
 
     def _pass_on_or_handle(self, number: int) -> None:
-        if not multihost.is_initialized():
+        if not jax.distributed.is_initialized():
             self._handle(signal.Signals(number).name)
         elif self._is_passed_on:
             # This process may hang in a collective with a process that has ended.

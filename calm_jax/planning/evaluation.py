@@ -14,8 +14,7 @@ from calm_jax.data.packing import BlockConfig
 from calm_jax.data.tokenizers import vocabulary
 from calm_jax.evaluation.evaluator import batch_size, jit_sums
 from calm_jax.parallel.mesh import BATCH, make_mesh, sharded_shapes
-from calm_jax.planning import fitting
-from calm_jax.planning.planner import COMPILER_OPTIONS
+from calm_jax.planning.planner import compile_for
 from calm_jax.planning.topology import Topology
 from calm_jax.tasks import Task
 
@@ -65,7 +64,7 @@ def plan_evaluations(config: Config, topology: Topology) -> Iterator[EvaluationP
 
 
 def _task(config: Config, stage: str, mesh: Mesh) -> tuple[Task, Any]:
-    """The task of a stage, and the shapes of the parameters that it does not train."""
+    """The task of a stage, and the shapes of its frozen parameters."""
     task, frozen_task, _ = stage_of(config, stage, vocabulary(config.tokenizer))
     frozen = {}
     if frozen_task is not None:
@@ -92,13 +91,6 @@ def _plan(
         key: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout)
         for key, shape in shapes.items()
     }
-    with jax.set_mesh(mesh), topology.answering():
-        lowered = jit_sums(name, task, config.eval, mesh).lower(params, frozen, batch)
-    arguments = fitting.bytes_of((params, frozen, batch))
-    options = COMPILER_OPTIONS.get(topology.platform)
-    program, memory, available = fitting.compile_program(lowered, arguments, options)
-    if program is not None:
-        available = topology.memory
-    return EvaluationPlan(
-        name, rows, data.block_tokens, arguments + sum(memory.values()), available
-    )
+    sums = jit_sums(name, task, config.eval, mesh)
+    made = compile_for(topology, mesh, sums, params=params, frozen=frozen, batch=batch)
+    return EvaluationPlan(name, rows, data.block_tokens, made.needed, made.available)

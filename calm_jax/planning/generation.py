@@ -8,7 +8,6 @@ each time: they are taken not to stay on the chip from one evaluation to the nex
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,10 +24,9 @@ from calm_jax.parallel.mesh import (
     make_mesh,
     num_row_shards,
     sharded_shapes,
-    with_layout,
 )
 from calm_jax.planning import fitting, hlo, memory_traffic
-from calm_jax.planning.planner import COMPILER_OPTIONS
+from calm_jax.planning.planner import COMPILER_OPTIONS, compile_for
 from calm_jax.planning.result import limits
 from calm_jax.planning.topology import Topology
 from calm_jax.sampling.decode import (
@@ -91,36 +89,9 @@ class DecodePlan:
         return self.tokens / self.limits[self.limit]
 
 
-class _Compiled(NamedTuple):
-    """A compiled program (None if it does not fit), the shapes of its results, and the bytes that it needs on one device."""
-
-    program: jax.stages.Compiled | None
-    results: Any
-    needed: float
-
-
 # On GPUs, decoding keeps XLA's default, which compiles matrix products of few rows itself (Triton) instead of calling a library,
 # as it was seen to do on an H100.
 _DECODE_OPTIONS = COMPILER_OPTIONS | {"cuda": {"xla_gpu_autotune_level": 0}}
-
-
-def _compile(
-    topology: Topology,
-    mesh: Mesh,
-    options: Mapping[str, dict[str, Any]],
-    function: Any,
-    **arguments: Any,
-) -> _Compiled:
-    with jax.set_mesh(mesh), topology.answering():
-        lowered = function.lower(**arguments)
-    leaves = jax.tree.leaves(arguments)
-    held = fitting.bytes_of([one for one in leaves if isinstance(one, jax.ShapeDtypeStruct)])
-    option = options.get(topology.platform)
-    program, memory, _ = fitting.compile_program(lowered, held, option)
-    results = None
-    if program is not None:
-        results = with_layout(lowered.out_info, program.output_shardings)
-    return _Compiled(program, results, held + sum(memory.values()))
 
 
 def mesh_of(config: Config, topology: Topology) -> Mesh:
@@ -141,11 +112,13 @@ class _Prefilled(NamedTuple):
 
     Attributes:
       prefill: bytes of one device that the prefill needs.
+      available: bytes of one device that a program may use.
       model: the arguments `bind`, `params` and `frozen` of `decode`.
       state: shapes and layout of the state with room for the whole context; None if the prefill does not fit.
     """
 
     prefill: float
+    available: float
     model: dict[str, Any]
     state: Any
 
@@ -168,10 +141,9 @@ def _prefilled(config: Config, topology: Topology, mesh: Mesh, batch: int) -> _P
     # Prompts of half the context, as many as are read together.
     length = num_chunks // 2
     num_read = min(batch, max(ways, CHUNKS_READ_TOGETHER // length // ways * ways))
-    reading = _compile(
+    reading = compile_for(
         topology,
         mesh,
-        COMPILER_OPTIONS,
         prefill,
         **model,
         prompt_BLK=_replicated(mesh, jnp.int32, num_read, length, config.chunk_size),
@@ -180,11 +152,12 @@ def _prefilled(config: Config, topology: Topology, mesh: Mesh, batch: int) -> _P
         size=length,
         piece=length,
     )
-    state = None
+    state, available = None, reading.available
     if reading.program is not None:
         room = {"state": reading.results, "batch": batch, "size": num_chunks}
-        state = _compile(topology, mesh, COMPILER_OPTIONS, with_room, **room).results
-    return _Prefilled(reading.needed, model, state)
+        made = compile_for(topology, mesh, with_room, **room)
+        state, available = made.results, made.available
+    return _Prefilled(reading.needed, available, model, state)
 
 
 def _replicated(mesh: Mesh, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -210,14 +183,14 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
     words = vocabulary(config.tokenizer)
     mesh = mesh_of(config, topology)
     batch = divisible(batch, mesh)
-    prefill_bytes, model, state = _prefilled(config, topology, mesh, batch)
+    prefill_bytes, available, model, state = _prefilled(config, topology, mesh, batch)
     needed = moved = received = math.nan
     if state is not None:
-        decoding = _compile(
+        decoding = compile_for(
             topology,
             mesh,
-            _DECODE_OPTIONS,
             decode,
+            _DECODE_OPTIONS,
             **model,
             state=state,
             key_B=_replicated(mesh, jax.random.key(0).dtype, batch),
@@ -227,7 +200,7 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
             eos_id=words.pad_id,
             config=sampler,
         )
-        needed = decoding.needed
+        needed, available = decoding.needed, decoding.available
         if decoding.program is not None:
             read = hlo.Program.of_compiled(decoding.program)
             received = sum(one.moved for one in read.collectives(topology.num_devices))
@@ -254,7 +227,7 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
         moved=moved,
         prefill=prefill_bytes,
         needed=needed,
-        available=topology.memory,
+        available=available,
     )
 
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -13,7 +13,7 @@ from calm_jax.config import Config
 from calm_jax.cost import flops, sizes
 from calm_jax.data.tokenizers import Vocabulary, vocabulary
 from calm_jax.errors import UserError
-from calm_jax.parallel.mesh import MeshConfig, make_mesh
+from calm_jax.parallel.mesh import MeshConfig, make_mesh, with_layout
 from calm_jax.planning import fitting, hlo, memory_traffic
 from calm_jax.planning.result import Plan, Traffic
 from calm_jax.planning.topology import Topology
@@ -89,6 +89,43 @@ def prepare(config: Config, stage: str, topology: Topology) -> Lowered:
 # XLA's options by platform. Without a GPU, kernels cannot be autotuned, and some that only autotuning selects do not
 # compile.
 COMPILER_OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}}
+
+
+class ForHardware(NamedTuple):
+    """A program that was compiled for other hardware.
+
+    Attributes:
+      program: None if the compiler refused it, because it does not fit.
+      results: the shapes of its results with their layout; None if it was refused.
+      needed: bytes of one device that it needs.
+      available: bytes of one device that a program may use: the hardware's, or what the compiler said when it refused.
+    """
+
+    program: jax.stages.Compiled | None
+    results: Any
+    needed: float
+    available: float
+
+
+def compile_for(
+    topology: Topology,
+    mesh: Mesh,
+    function: Any,
+    options: Mapping[str, dict[str, Any]] = COMPILER_OPTIONS,
+    **arguments: Any,
+) -> ForHardware:
+    """Compiles a jitted function; `arguments` are the function's own, arrays of them as shapes with shardings."""
+    with jax.set_mesh(mesh), topology.answering():
+        lowered = function.lower(**arguments)
+    leaves = jax.tree.leaves(arguments)
+    held = fitting.bytes_of([one for one in leaves if isinstance(one, jax.ShapeDtypeStruct)])
+    option = options.get(topology.platform)
+    program, memory, available = fitting.compile_program(lowered, held, option)
+    needed = held + sum(memory.values())
+    if program is None:
+        return ForHardware(None, None, needed, available)
+    results = with_layout(lowered.out_info, program.output_shardings)
+    return ForHardware(program, results, needed, topology.memory)
 
 
 def compile_plan(lowered: Lowered) -> Plan:

@@ -132,13 +132,13 @@ def record(plan: Plan, efficiency: float, price: float) -> dict:
     }
 
 
-def _write(output: pathlib.Path, plans: list[dict]) -> None:
+def _write(output: pathlib.Path | None, plans: list[dict]) -> None:
     """Writes several plans to --output, if it is given."""
-    if output.name:
+    if output is not None:
         write_result(output, json.dumps(nan_to_none({"plans": plans}), indent=2) + "\n")
 
 
-def plan_evaluation(config: Config, topology: Topology, output: pathlib.Path) -> int:
+def plan_evaluation(config: Config, topology: Topology, output: pathlib.Path | None) -> int:
     """Plans the evaluations of a recipe, prints a line for each, and returns the exit status."""
     table = rich.table.Table("evaluation", "blocks", "tokens", "GiB", "available", "", box=None)
     plans = []
@@ -155,7 +155,7 @@ def plan_evaluation(config: Config, topology: Topology, output: pathlib.Path) ->
     return 0 if all(plan.fits for plan in plans) else 1
 
 
-def plan_generation(config: Config, topology: Topology, output: pathlib.Path) -> int:
+def plan_generation(config: Config, topology: Topology, output: pathlib.Path | None) -> int:
     """Plans generation, prints a line for each batch and temperature, and returns the exit status."""
     table = rich.table.Table(box=None)
     # With the line breaks the table fits into 120 columns.

@@ -99,7 +99,7 @@ class Dataset:
         self._config, self._tokenizer = config, tokenizer
         for prepared in corpus.prepared:
             _check_tokenizer(prepared, tokenizer)
-        self._validation = self._tokenize(corpus.validation)
+        self._validation = _InMemory(corpus.validation, tokenizer)
         self._sources = [self._prepare(source) for source in corpus.sources]
         has_own_text = corpus.autoencoder_sources is not corpus.sources
         self._autoencoder_sources = (
@@ -114,11 +114,10 @@ class Dataset:
         self._training: dict[str, TrainingText] = {}
         self._scored_blocks: dict[str, BlockSource] = {}
 
-    def _tokenize(self, documents: list[Document]) -> _InMemory:
-        return _InMemory(documents, self._tokenizer)
-
     def _prepare(self, source: Source) -> _InMemory | PreparedText:
-        return source if isinstance(source, PreparedText) else self._tokenize(source)
+        if isinstance(source, PreparedText):
+            return source
+        return _InMemory(source, self._tokenizer)
 
     @property
     def has_train(self) -> bool:

@@ -43,6 +43,7 @@ class Run:
       config, workdir, mesh, text: the config, workdir, mesh and `Dataset` of the run.
       tokenizer: the tokenizer of the workdir.
       log: the metrics of all stages.
+      check_owned: raises `UserError` if the workdir was deleted, moved or replaced since the command began.
     """
 
     def __init__(
@@ -61,15 +62,10 @@ class Run:
             do not write, and where nothing is trained.
         """
         self.config, self.workdir, self.mesh, self.text = config, workdir, mesh, text
-        self._check_owned = check_owned
+        self.check_owned = check_owned or (lambda: None)
         self.tokenizer = workdir.tokenizer
         # A collective operation, which all processes must reach: process 0 broadcasts the records that it has read.
         self.log = MetricsLog(workdir.path)
-
-    def check_owned(self) -> None:
-        """Raises `UserError` if the workdir was deleted, moved or replaced since the command began."""
-        if self._check_owned is not None:
-            self._check_owned()
 
     @functools.cached_property
     def autoencoder_task(self) -> AutoencoderTask:

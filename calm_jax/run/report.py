@@ -32,7 +32,8 @@ def _number(value: float | None) -> str:
     return f"{value:.4g}" if _is_finite(value) else "not finite"
 
 
-def _with_error(values: Mapping, name: str, scale: float) -> str:
+def with_error(values: Mapping, name: str, scale: float) -> str:
+    """`values[name] ± values[name_error]`, both times `scale`."""
     value, error = values[name], values[f"{name}_error"]
     if not _is_finite(value):
         return "no positions to score"
@@ -43,11 +44,11 @@ def _with_error(values: Mapping, name: str, scale: float) -> str:
 
 def brier_columns(values: Mapping) -> list[str]:
     """BrierLM and 100 x Brier 1 to 4 of `brier.as_values`, with their standard errors."""
-    return [_with_error(values, "brierlm", 1), *_factors(values)]
+    return [with_error(values, "brierlm", 1), *_factors(values)]
 
 
 def _factors(values: Mapping) -> list[str]:
-    return [_with_error(values, f"brier_{order}", 100) for order in range(1, 5)]
+    return [with_error(values, f"brier_{order}", 100) for order in range(1, 5)]
 
 
 def _brier(values: Mapping) -> str:
@@ -65,14 +66,14 @@ _LOSSES = {
 def _scores(results: Mapping[str, Mapping], name: str, floor: str) -> list[tuple[str, str]]:
     values = results[name]
     rows = [
-        ("  BrierLM", _with_error(values, "brierlm", 1)),
+        ("  BrierLM", with_error(values, "brierlm", 1)),
         ("  100 x Brier 1 to 4", _brier(values)),
     ]
     # The floor needs training text, which an evaluation may not have.
     if floor in results:
         floor_values = results[floor]
         rows.insert(
-            1, ("  BrierLM of frequencies (the floor)", _with_error(floor_values, "brierlm", 1))
+            1, ("  BrierLM of frequencies (the floor)", with_error(floor_values, "brierlm", 1))
         )
         rows.append(("  100 x Brier 1 to 4 of the floor", _brier(floor_values)))
     return rows
@@ -165,8 +166,8 @@ def print_plane(plane: Mapping[str, Any]) -> None:
         table.add_row(
             f"{point['temperature']:.2g}",
             name_of(point),
-            _with_error(point, "accuracy", 1),
-            _with_error(point, "collision", 1),
+            with_error(point, "accuracy", 1),
+            with_error(point, "collision", 1),
             f"{point['draws']:.1f}",
             f"{point['decoded']:.1f}",
             f"{point['exact']:.1%}",

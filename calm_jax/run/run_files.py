@@ -8,7 +8,6 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -105,13 +104,11 @@ class RunFiles:
         own = ("stage", "split", "step", "seconds", "ngrams")
         return [name for name in names if name not in own and not name.endswith("_error")]
 
-    def points(
-        self, stage: str, split: str, metric: str, x: Callable[[int], float] = float
-    ) -> list[tuple[float, ...]]:
-        """(x, value, standard error) of a metric in each record, NaN where unknown; the function `x` computes x from the step."""
+    def points(self, stage: str, split: str, metric: str) -> list[tuple[float, ...]]:
+        """(step, value, standard error) of a metric in each record, NaN where unknown."""
         return [
             (
-                x(record["step"]),
+                float(record["step"]),
                 as_float(record[metric]),
                 as_float(record.get(f"{metric}_error")),
             )

@@ -199,7 +199,7 @@ def _row(arm: _Arm) -> Sequence[str]:
         if len(found) < 2 or key == "floor":
             return report.brier_columns(found[0])[0] if found else ""
         mean, error = _mean([as_float(one["brierlm"]) for one in found])
-        return f"{mean:.2f} ± {error:.2f}"
+        return report.with_error({"brierlm": mean, "brierlm_error": error}, "brierlm", 1)
 
     right = [
         as_float(one["autoencoder"]["token_accuracy_from_sample"])
@@ -213,6 +213,6 @@ def _row(arm: _Arm) -> Sequence[str]:
         config.lm.head.name if stage == "lm" else stage,
         *map(short, measured[:3]),
         progress.duration(measured[3]),
-        f"{np.mean(right):.2%}" if right else "",
+        f"{np.mean(right):.2%}" if right and np.isfinite(right).all() else "",
         *map(score, ("lm", "floor", "equal_context")),
     )

@@ -74,9 +74,9 @@ class Engine:
           generator: the model.
           num_places: how many texts are continued together.
         """
-        self._generator, self._num_places = generator, num_places
+        self._generator, self.num_places = generator, num_places
         self._jobs: set[Job] = set()
-        self._has_ended = False
+        self.is_alive = True
         # Guards the two above: no job is added unseen while the thread ends.
         self._lock = threading.Lock()
         self._orders: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
@@ -92,15 +92,6 @@ class Engine:
         self._orders.put(("stop", None))
         self._thread.join()
 
-    @property
-    def is_alive(self) -> bool:
-        return not self._has_ended
-
-    @property
-    def num_places(self) -> int:
-        """How many texts are continued together."""
-        return self._num_places
-
     def count_unfinished(self) -> tuple[int, int]:
         """How many texts of open jobs are being continued, and how many wait for a place."""
         rows = [row for job in self._jobs for row in job.rows if not row.continuation.finish]
@@ -111,7 +102,7 @@ class Engine:
         """Adds a job, whose texts come from `Job.pieces`. The caller must `close` the job, however it ends."""
         with self._lock:
             self._jobs.add(job)
-            if self._has_ended:
+            if not self.is_alive:
                 job.put(None)
         self._orders.put(("submit", job))
 
@@ -127,7 +118,7 @@ class Engine:
         finally:
             # Nobody would answer these jobs any more.
             with self._lock:
-                self._has_ended = True
+                self.is_alive = False
                 for job in self._jobs:
                     job.put(None)
 
@@ -161,7 +152,7 @@ class Engine:
                 for job in set(jobs.values()):
                     job.put(None)
                 jobs.clear()
-                self._batch = self._generator.batch(self._num_places)
+                self._batch = self._generator.batch(self.num_places)
                 continue
             for piece in pieces:
                 job = jobs[id(piece.continuation)]

@@ -14,7 +14,17 @@ from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.stack import Stacks
 from calm_jax.parallel.constraints import rows_per_device
 from calm_jax.sampling.chunk_model import at_once
-from calm_jax.tasks.base import Batch, Metrics, Params, chunks, flatten, ratio, split_keys, total
+from calm_jax.tasks.base import (
+    Batch,
+    Metrics,
+    Params,
+    call,
+    chunks,
+    flatten,
+    ratio,
+    split_keys,
+    total,
+)
 from calm_jax.tasks.latents import COLLAPSED, Moments
 
 
@@ -74,11 +84,7 @@ class AutoencoderTask:
             )(tokens_BLK, random_key_B)
         key_BL = split_keys(key_B, tokens_BLK.shape[1])
         noise = self.model.draw_noise(flatten(key_BL))
-        ce_PK: Any
-        kl_P: Any
-        ce_PK, kl_P = self.model.apply(
-            {"params": params}, flatten(tokens_BLK), noise, method="loss"
-        )
+        ce_PK, kl_P = call(self.model, {"params": params}, "loss", flatten(tokens_BLK), noise)
         counted_P = flatten((targets_BLK != MASKED).all(-1))
         loss_P = ce_PK.sum(-1) + self.model.config.kl_weight * kl_P
         return {
@@ -97,7 +103,7 @@ class AutoencoderTask:
         num_chunks = tokens_BLK.shape[1]
 
         def of_position(tokens_BK: Array, targets_BK: Array, eps_BZ: Array) -> Any:
-            posterior: Any = self.model.apply({"params": params}, tokens_BK, method="encode")
+            posterior = call(self.model, {"params": params}, "encode", tokens_BK)
             is_target_BK = targets_BK != MASKED
             is_text_BK = is_target_BK & (targets_BK != self.pad_id)
             counted_B = is_text_BK.any(-1)
@@ -109,7 +115,7 @@ class AutoencoderTask:
                 ("from_sample", posterior.mean + posterior.std * eps_BZ),
                 ("from_mean", posterior.mean),
             ):
-                logits_BKV: Any = self.model.apply({"params": params}, latent_BZ, method="decode")
+                logits_BKV = call(self.model, {"params": params}, "decode", latent_BZ)
                 best_R = vocabulary.argmax(logits_BKV.reshape(-1, logits_BKV.shape[-1]))
                 right_BK = best_R.reshape(targets_BK.shape) == targets_BK
                 metrics |= {

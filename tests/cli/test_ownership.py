@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from calm_jax.cli import ownership
 from calm_jax.cli.files import atomic_folder
 from calm_jax.cli.output import owned_file
 from calm_jax.cli.ownership import is_foreign, owned
@@ -127,6 +128,17 @@ def test_an_owner_can_see_that_its_folder_is_gone(change, tmp_path):
         else:
             with pytest.raises(UserError, match=rf"^--flag={path} was deleted, moved or replaced"):
                 check()
+
+
+def test_a_folder_that_is_deleted_while_it_is_locked_is_an_error_of_one_line(tmp_path, monkeypatch):
+    folder = tmp_path / "folder"
+    with monkeypatch.context() as patch:
+        patch.setattr(ownership, "_sign", lambda lock: shutil.rmtree(folder))
+        error = pytest.raises(UserError, match="--flag cannot be written: No such file")
+        with error, owned(folder, "--flag"):
+            pass
+    with owned(folder, "--flag"):
+        pass
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):

@@ -236,6 +236,7 @@ def test_a_token_outside_the_vocabulary_is_refused_though_its_checksum_is_right(
         (("tokenizer", "fingerprint"), []),
         (("options", "chunk_size"), 0),
         (("options", "chunk_size"), [4]),
+        (("shards", 0, "sha256"), ["pages.npy", "documents.npy"]),
         (("left_out",), True),
         (("left_out",), {"too short": "3"}),
     ],

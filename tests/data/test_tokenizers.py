@@ -386,6 +386,14 @@ def test_tokenizer_json_whose_pad_is_not_last_keeps_its_vocabulary_size():
     assert Llama3Tokenizer(tiny_json("[PAD]", "<|other|>")).vocab_size == 263
 
 
+def test_tokenizer_json_whose_ids_have_gaps_has_a_vocabulary_of_its_largest_id():
+    content = json.loads(tiny_json("[PAD]"))
+    content["model"]["vocab"]["Ġthe"] = 1000
+    tokenizer = Llama3Tokenizer(json.dumps(content).encode())
+    assert tokenizer.encode(" the") == [1000]
+    assert tokenizer.vocab_size == 1001
+
+
 def test_tokenizer_json_does_not_truncate():
     bpe = tokenizers.Tokenizer.from_str(tiny_json().decode())
     bpe.enable_truncation(3)

@@ -8,7 +8,7 @@ import pytest
 
 from calm_jax.config import resolve
 from calm_jax.cost import sizes
-from calm_jax.planning import topology
+from calm_jax.planning import fitting, generation, topology
 from calm_jax.planning.generation import plan_decode, planned_batches
 from calm_jax.planning.topology import Topology
 from configs import calm_m, quickstart
@@ -47,6 +47,26 @@ def test_a_chunk_takes_one_pass_over_the_weights_and_the_cache():
     half = plan_decode(config, Here("v5e", "1x1"), 4, 0.5)
     assert (one.draws, half.draws) == (1, 16) and half.one_pass == four.one_pass
     assert half.limits["compute"] > 4 * four.limits["compute"]
+
+
+@pytest.mark.slow
+def test_decoding_that_the_compiler_refuses_does_not_fit(monkeypatch):
+    """Of the hardware's 16 GiB the compiler has only 15.75 left for programs."""
+    recipe = quickstart.get_config()
+    recipe.sample.sampler = "pooled"
+    hardware, compile_program, compiled = Here("v5e", "1x1"), fitting.compile_program, []
+
+    def refuse_the_last(lowered, arguments, options):
+        compiled.append(lowered)
+        if len(compiled) < 3:
+            return compile_program(lowered, arguments, options)
+        return fitting.Compiled(None, {"temporaries": 15.8 * 2**30 - arguments}, 15.75 * 2**30)
+
+    generation._prefilled.cache_clear()
+    monkeypatch.setattr(fitting, "compile_program", refuse_the_last)
+    refused = plan_decode(resolve(recipe), hardware, 2, 1)
+    assert len(compiled) == 3 and refused.needed < hardware.memory
+    assert not refused.fits and refused.available == 15.75 * 2**30
 
 
 @pytest.mark.slow

@@ -81,6 +81,7 @@ BAD_VALUES = {
     "--config.lm.model.hidden_sise=8": "did you mean 'hidden_size'",
     "--config.lm.model.hidden_size=1e3": "1e3",
     "--profile=5": "--profile='5'",
+    f"--profile=1:{'9' * 5000}": "--profile='1:999",
     "--mode=evaluate": "evaluate",
 }
 

@@ -360,6 +360,14 @@ def test_seeds_of_an_arm_are_one_line_of_means_with_standard_errors(workdir, tmp
     # 23 and 25.
     assert (row["seeds"], row["steps"], row["BrierLM"]) == ("2", "10", "24.00 ± 1.00")
     assert row["floor"] == "3.00 ± 0.50"
+    # Text without a whole n-gram to score.
+    for one in (workdir, other):
+        results = json.loads(one.results_path.read_text())
+        results["lm"] |= {"brierlm": None, "brierlm_error": None}
+        one.results_path.write_text(json.dumps(results))
+    [row] = web_comparison.summary({"arm": [workdir, other]})
+    row = dict(zip(web_comparison.SUMMARY, row, strict=True))
+    assert row["BrierLM"] == "no positions to score"
 
 
 def test_the_command_writes_a_page_and_refuses_what_is_no_run(workdir, tmp_path):

@@ -44,8 +44,10 @@ class Llama3Tokenizer(Tokenizer):
                 raise UserError(f"tokenizer: tokenizer.json has no {token}, as Llama 3's has")
             setattr(self, name, token_id)
         pad_id = bpe.token_to_id("[PAD]")
-        self.pad_id = bpe.get_vocab_size() if pad_id is None else pad_id
-        self.vocab_size = max(self.pad_id + 1, bpe.get_vocab_size())
+        # Not the number of tokens, as ids may have gaps.
+        num_ids = 1 + max(bpe.get_vocab().values())
+        self.pad_id = num_ids if pad_id is None else pad_id
+        self.vocab_size = max(self.pad_id + 1, num_ids)
         self._bpe = _JsonBpe(bpe)
 
     def _read_ranks(self, model: bytes) -> None:

@@ -17,7 +17,7 @@ from absl import logging
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.errors import UserError, require_at_least
+from calm_jax.errors import UserError, require_at_least, require_positive
 from calm_jax.losses import Target, decoded_brier, energy_score
 from calm_jax.models.layers import (
     gated_halves,
@@ -59,23 +59,12 @@ class EnergyHeadConfig:
             )
         if not 0 < self.beta <= 2:
             raise UserError(f"lm.head.beta={self.beta} must be in (0, 2]; the paper uses 1")
-        if self.decoded_brier_weight < 0:
-            raise UserError(
-                f"lm.head.decoded_brier_weight={self.decoded_brier_weight} must be at least 0; 0 is the paper's loss"
-            )
         if self.beta == 2:
             logging.warning(
                 "lm.head.beta=2 makes the energy score not strictly proper: it trains the mean of the head's draws, not their spread"
             )
-        if self.decoded_brier_delay < 0:
-            raise UserError(
-                f"lm.head.decoded_brier_delay={self.decoded_brier_delay} must be at least 0 steps"
-            )
-        if self.decoded_brier_temperature <= 0:
-            raise UserError(
-                f"lm.head.decoded_brier_temperature={self.decoded_brier_temperature} must be above 0; at 1 the tokens' "
-                "probabilities are those of the autoencoder's decoder"
-            )
+        require_at_least(0, self, "lm.head.", "decoded_brier_weight", "decoded_brier_delay")
+        require_positive(self, "lm.head.", "decoded_brier_temperature")
         require_at_least(1, self, "lm.head.", "num_blocks", "noise_size", "num_target_samples")
 
 
