@@ -4,6 +4,8 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import shutil
+from collections.abc import Callable
 
 # Must be set before jax is first imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,6 +27,7 @@ os.environ.setdefault(
 # jaxlib 0.10.1 logs a long line of error for every program that it loads from the cache.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import filelock  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -39,15 +42,26 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 LONGEST = (
     "test_any_devices.py",
     "test_benchmarks.py",
+    "test_continuous_batch.py",
+    "test_convert_command.py",
     "test_damage.py",
     "test_faults.py",
+    "test_finetune.py",
     "test_harness.py",
+    "test_isolation.py",
+    "test_learning.py",
     "test_loop.py",
     "test_notebooks.py",
+    "test_ownership.py",
+    "test_prepare_interrupted.py",
+    "test_prepared_training.py",
     "test_processes.py",
     "test_readme.py",
     "test_recipe.py",
+    "test_samplers.py",
     "test_soak.py",
+    "test_tradeoff.py",
+    "test_verify.py",
 )
 
 
@@ -105,19 +119,45 @@ def stubs(tmp_path):
     return Stubs(tmp_path / "stubs")
 
 
+def made_once(
+    factory: pytest.TempPathFactory, name: str, make: Callable[[pathlib.Path], object]
+) -> pathlib.Path:
+    """A new folder that the first of the tests' processes to need it fills by `make`, and all see."""
+    folder = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder /= name
+    with filelock.FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            unfinished = folder.with_name(f"{name} unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            make(unfinished)
+            unfinished.rename(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def text_glob(tmp_path_factory) -> str:
     """The glob of 12 text files of random words."""
-    folder = tmp_path_factory.mktemp("text")
-    rng = np.random.default_rng(0)
-    for number in range(12):
-        words = rng.choice(WORDS, size=400 + 50 * number)
-        (folder / f"{number}.txt").write_text(" ".join(words), encoding="utf-8")
-    return f"{folder}/*.txt"
+
+    def write(folder: pathlib.Path) -> None:
+        rng = np.random.default_rng(0)
+        for number in range(12):
+            words = rng.choice(WORDS, size=400 + 50 * number)
+            (folder / f"{number}.txt").write_text(" ".join(words), encoding="utf-8")
+
+    return f"{made_once(tmp_path_factory, 'text', write)}/*.txt"
 
 
 @pytest.fixture(scope="session")
 def finished(text_glob, tmp_path_factory) -> tuple[pathlib.Path, str]:
-    """The workdir of an uninterrupted run of the tiny recipe, and what the run printed."""
-    workdir = tmp_path_factory.mktemp("finished") / "run"
-    return workdir, train(text_glob, workdir)
+    """The workdir of an uninterrupted run of the tiny recipe, which tests may add to, and what the run printed."""
+
+    def run(folder: pathlib.Path) -> None:
+        (folder / "printed.txt").write_text(train(text_glob, folder / "run"))
+
+    folder = made_once(tmp_path_factory, "finished", run)
+    workdir = tmp_path_factory.mktemp("copy") / "run"
+    shutil.copytree(folder / "run", workdir)
+    return workdir, (folder / "printed.txt").read_text()

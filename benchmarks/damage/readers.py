@@ -537,7 +537,11 @@ def _port() -> int:
     models = {"tiny": app.Served(_generator(), 4, _limits())}
     served = app.make_app(models, app.LOOPBACK_NAMES)
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(served, http="h11", ws="none", lifespan="on", log_level="critical")
+    # An incomplete request is refused, and an idle connection closed, after a second. Users' servers wait for 30 and 5.
+    app._BODY_SECONDS = 1.0
+    config = uvicorn.Config(
+        served, http="h11", ws="none", lifespan="on", log_level="critical", timeout_keep_alive=1
+    )
     threading.Thread(target=uvicorn.Server(config).run, args=([listener],), daemon=True).start()
     return listener.getsockname()[1]
 

@@ -120,7 +120,7 @@ def test_a_converted_model_can_generate_be_evaluated_and_fine_tuned(text_glob, t
         stored,
         f"--workdir={workdir}",
         "--mode=eval",
-        f"--config.data.validation_files={text_glob}",
+        f"--config.data.validation_files={text_glob.replace('*', '0')}",
     )
     assert "converted" in shown and "BrierLM" in shown
 

@@ -1,6 +1,7 @@
 """The models as models of lm-evaluation-harness: the command on tasks with local data, and single requests."""
 
 import dataclasses
+import functools
 import json
 import sys
 
@@ -35,6 +36,14 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _models_are_loaded_once():
+    """A model that is loaded again is compiled again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Generator, "load", functools.cache(Generator.load))
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("harness")
@@ -49,7 +58,7 @@ def request(prompt="a", task="task", kind="generate_until", **generation) -> Ins
 
 def texts(folder, prompts=PROMPTS, seed=0, **options) -> list[str]:
     """What the model itself writes."""
-    generator = Generator.load(folder)
+    generator = Generator.load(str(folder))
     options = dataclasses.replace(generator.options, long_context="slide", **options)
     return [one.text for one in generator.generate(prompts, options, seed)]
 
@@ -133,6 +142,9 @@ def test_a_run_is_fine_tuned_on_records_and_scored_by_exact_match(finished, tmp_
         for key in (
             "training.num_steps=100",
             "training.batch_size=8",
+            # The recipe's are for a dozen steps.
+            "training.checkpoint_every=100",
+            "training.eval_every=100",
             f"optimizer.learning_rate={rate}",
         )
     ]

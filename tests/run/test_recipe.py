@@ -93,18 +93,37 @@ def signalled(command: list[str], sent: signal.Signals, line: str, errors: pathl
 
 
 @pytest.mark.slow
-def test_a_run_that_signals_end_resumes_to_the_same_bits(finished, text_glob, tmp_path):
-    """SIGTERM in the first stage, which saves a checkpoint and ends with status 75. (SIGKILL: test_ownership.py.)"""
+def test_a_run_that_a_signal_and_then_a_full_disk_end_resumes_to_the_same_bits(
+    finished, text_glob, tmp_path
+):
+    """SIGTERM in the first stage saves a checkpoint and ends with status 75 (SIGKILL: test_ownership.py). A limit on the size
+    of files stands in for a full disk, which leaves the last complete checkpoint."""
     workdir, errors = tmp_path / "run", tmp_path / "err"
     command = command_of(text_glob, workdir)
-    assert signalled(command, signal.SIGTERM, "autoencoder: step 4/", errors) == 75
+    first = [*command, "--config.stage=autoencoder"]
+    assert signalled(first, signal.SIGTERM, "autoencoder: step 4/", errors) == 75
     message = re.search(
         r"interrupted: SIGTERM: stage autoencoder is saved at step (\d+); .*", errors.read_text()
     )
     assert (workdir / "autoencoder" / message[1]).is_dir()
+    # The limit would cut the files of the compilation cache, too, and JAX reads a cut file with an "error: ..." each time. None is
+    # written: a program would have to take this many seconds to compile. Those that are there are read.
+    environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
+    process = start(
+        *command,
+        env=environment,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000)),
+    )
+    _, err = process.communicate()
+    assert process.returncode == 2
+    # TensorStore's threads print tracebacks at the same time, even on the same line.
+    error = re.search(r"error: .*", err)[0]
+    assert "could not be written" in error and f"step {message[1]}" in error
     assert f"autoencoder: resumed at step {message[1]}\n" in run(*command)
     assert_same_bits(workdir, finished[0])
     assert metrics(workdir) == metrics(finished[0])
+    # The recipe of a run that has both stages now: without a stage, --config=configs/workdir.py:DIR trains both further.
+    assert Workdir(workdir).config.stage == "all"
 
 
 @pytest.mark.slow
@@ -408,56 +427,18 @@ def test_training_does_not_begin_anew_where_checkpoints_are_gone(finished, text_
 
 
 @pytest.mark.slow
-def test_a_run_refuses_to_resume_on_changed_text(text_glob, tmp_path):
+def test_a_profiled_run_writes_its_trace_and_refuses_to_resume_on_changed_text(text_glob, tmp_path):
     (tmp_path / "text").mkdir()
     for path in pathlib.Path(text_glob).parent.iterdir():
         (tmp_path / "text" / path.name).write_text(path.read_text())
     glob = f"{tmp_path}/text/*.txt"
-    options = ("--config.stage=autoencoder", "--config.autoencoder.training.num_steps=2")
-    train(glob, tmp_path / "run", *options)
+    options = ("--config.stage=autoencoder", "--config.autoencoder.training.num_steps=4")
+    assert "profile up to step 3" in train(glob, tmp_path / "run", *options, "--profile=2:3")
+    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
     (tmp_path / "text" / "0.txt").write_text("something else " * 100)
     error = train(glob, tmp_path / "run", "--config.stage=autoencoder", status=2)
     assert "text has changed" in error
     train(glob, tmp_path / "run", *options, "--overwrite")
-
-
-@pytest.mark.slow
-def test_a_full_disk_leaves_the_last_complete_checkpoint(finished, text_glob, tmp_path):
-    """A limit on the size of files stands in for a full disk."""
-    workdir = tmp_path / "run"
-    options = ("--config.stage=autoencoder", "--config.autoencoder.training.num_steps=6")
-    train(text_glob, workdir, *options)
-    # The limit would cut the files of the compilation cache, too, and JAX reads a cut file with an "error: ..." each time. None is
-    # written: a program would have to take this many seconds to compile. Those that are there are read.
-    environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
-    process = start(
-        "calm_jax.main",
-        f"--config=tests/tiny_recipe.py:{text_glob}",
-        f"--workdir={workdir}",
-        env=environment,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000)),
-    )
-    _, err = process.communicate()
-    assert process.returncode == 2
-    # TensorStore's threads print tracebacks at the same time, even on the same line.
-    error = re.search(r"error: .*", err)[0]
-    assert "could not be written" in error and "step 6" in error
-    train(text_glob, workdir)
-    # The recipe of a run that has both stages now: without a stage, --config=configs/workdir.py:DIR trains both further.
-    assert Workdir(workdir).config.stage == "all"
-
-
-@pytest.mark.slow
-def test_profile_writes_a_trace(text_glob, tmp_path):
-    out = train(
-        text_glob,
-        tmp_path / "run",
-        "--config.stage=autoencoder",
-        "--config.autoencoder.training.num_steps=4",
-        "--profile=2:3",
-    )
-    assert "profile up to step 3" in out
-    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
 
 @pytest.mark.slow
