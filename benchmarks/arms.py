@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
+from benchmarks import ROOT
 from calm_jax.cli import progress
 from calm_jax.cli.files import write_atomically
 from calm_jax.cli.flags import define_recipe
@@ -18,7 +19,6 @@ from calm_jax.cost import flops
 from calm_jax.errors import UserError
 from calm_jax.run.workdir import Workdir
 
-_ROOT = pathlib.Path(__file__).parent.parent
 _NAMED = re.compile(r"\{([^{}]*)\}")
 
 # The arms of an experiment by name: for each, the flags of `python -m calm_jax.main`, --config=RECIPE and --config.KEY=VALUE.
@@ -111,7 +111,7 @@ def _run(log: pathlib.Path, *words: str) -> int:
         open(log, "ab") as output,
         subprocess.Popen(
             [sys.executable, "-m", "calm_jax.main", *words],
-            cwd=_ROOT,
+            cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

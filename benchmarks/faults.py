@@ -21,7 +21,6 @@ for a job are left out: a server writes no files, and only training and preparat
 import contextlib
 import ctypes
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -39,9 +38,8 @@ import psutil
 import rich.table
 from absl import app, flags
 
-from benchmarks.processes import working_children
-from benchmarks.seeds import check_seed
-from benchmarks.words import WORDS
+from benchmarks import ROOT
+from benchmarks.campaigns import WORDS, check_seed, hashes, working_children
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, write_atomically
@@ -53,7 +51,6 @@ _FOLDER = flags.DEFINE_string("folder", "", "folder for runs and results")
 _TIMES = flags.DEFINE_integer("times", 10, "trials of each job and fault", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "seed of the texts and of the times of faults")
 
-_ROOT = pathlib.Path(__file__).parent.parent
 # A command that takes longer counts as hanging.
 _MOST_SECONDS = 900
 # Seconds within which a command that is about to end has ended, also on a busy machine.
@@ -111,15 +108,6 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
     if (folder / "samples.txt").exists():
         found["samples.txt"] = (folder / "samples.txt").read_text()
     return found
-
-
-def _of_bytes(folder: pathlib.Path) -> dict[str, Any]:
-    """A hash of every file; those of a preparation that name its input or its last call are left out."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in ("lock", "inputs.json")
-    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +184,7 @@ def _jobs(folder: pathlib.Path) -> dict[str, Job]:
                 *["calm_jax.data.prepare", *text, "--shard_characters=600000", "--workers=2"],
                 f"--output={out}",
             ],
-            _of_bytes,
+            hashes,
             victims="all",
             text="records",
             without=(),
@@ -213,7 +201,7 @@ def _jobs(folder: pathlib.Path) -> dict[str, Job]:
                 *["calm_jax.interop.export", f"--workdir={trained}", "--ae_path=autoencoder"],
                 f"--target={out}",
             ],
-            _of_bytes,
+            hashes,
         ),
     }
 
@@ -270,7 +258,7 @@ def _start(
     with open(log, "ab") as errors:
         return subprocess.Popen(
             [*parent, sys.executable, "-m", *arguments],
-            cwd=_ROOT,
+            cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,

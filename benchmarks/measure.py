@@ -20,13 +20,13 @@ import rich.table
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from benchmarks import ROOT
 from calm_jax.cli import progress
 from calm_jax.data.tokenizers import Vocabulary
 from calm_jax.parallel.devices import accelerator, num_cores, peak_resident
 from calm_jax.parallel.mesh import shardings
 from calm_jax.tasks import Params, Task
 
-ROOT = pathlib.Path(__file__).parent.parent
 # Rows, inner size and columns of the timed product: on a CPU that of the small config's MLP, elsewhere one that fills the device.
 _PRODUCT_ON_CPU, _PRODUCT_ELSEWHERE = (2048, 256, 688), (8192, 8192, 8192)
 _PRODUCT_RUNS = 30

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import rich.table
 
-from benchmarks.measure import ROOT, Options, Record
+from benchmarks import ROOT
+from benchmarks.measure import Options, Record
 from benchmarks.suites import generate
 from calm_jax.cli import progress
 from calm_jax.errors import UserError

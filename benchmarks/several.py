@@ -16,10 +16,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+from benchmarks import ROOT
 from benchmarks.client import completion, server
 from calm_jax.cli.files import write_atomically
 
-_ROOT = pathlib.Path(__file__).parent.parent
 # Seconds that each process may take.
 _MOST_SECONDS = 900
 _PROMPTS = ("def ", "class ", "")
@@ -30,7 +30,7 @@ def _started(*commands: list[str]) -> Iterator[list[subprocess.Popen]]:
     """Starts processes of `python -m`, which are killed at the end if they still run."""
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", *command], cwd=_ROOT, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", *command], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
         for command in commands
     ]

@@ -13,7 +13,6 @@ time, in tenths around a quarter and a half of it, and in the last tenth. DIR ge
 import collections
 import concurrent.futures
 import contextlib
-import hashlib
 import http.client
 import json
 import os
@@ -31,9 +30,9 @@ import psutil
 import rich.table
 from absl import app, flags
 
+from benchmarks import ROOT
+from benchmarks.campaigns import WORDS, hashes, working_children
 from benchmarks.client import completion, server
-from benchmarks.processes import working_children
-from benchmarks.words import WORDS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.flags import given_folder, parse_flags
@@ -47,7 +46,6 @@ _MINUTES = flags.DEFINE_float("minutes", 60, "minutes for each job", lower_bound
 _SEED = flags.DEFINE_integer("seed", 0, "seed of texts, requests and kills")
 _JOBS = flags.DEFINE_list("jobs", ["train", "serve", "prepare"], "what to run, one after the other")
 
-_ROOT = pathlib.Path(__file__).parent.parent
 _EVERY = 10.0
 _CLIENTS = 16
 # Seconds that a resumed command may take, even on a busy machine.
@@ -60,7 +58,7 @@ def _start(log: pathlib.Path, *arguments: str) -> psutil.Popen:
     with open(log, "ab") as errors:
         return psutil.Popen(
             [sys.executable, "-m", *arguments],
-            cwd=_ROOT,
+            cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -213,14 +211,6 @@ def _serve(soak: _Soak) -> None:
     soak.wrong += [f"status {process.returncode}"] * bool(process.returncode)
 
 
-def _hash(folder: pathlib.Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name not in ("lock", "inputs.json"):
-            digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
 def _prepare(soak: _Soak) -> None:
     globs, output = _text(soak.root / "prepared text", 60, 20_000), soak.root / "prepared"
     arguments = [
@@ -230,7 +220,8 @@ def _prepare(soak: _Soak) -> None:
         "--workers=2",
         "--shard_characters=200000",
     ]
-    chance, expected, killed, repeated = random.Random(_SEED.value), "", 0, 0
+    chance, killed, repeated = random.Random(_SEED.value), 0, 0
+    expected: dict[str, str] = {}
 
     def kill_a_worker() -> None:
         nonlocal killed
@@ -260,10 +251,11 @@ def _prepare(soak: _Soak) -> None:
             again = _start(soak.log, "calm_jax.data.prepare", *arguments)
             again.communicate(timeout=600)
             status, repeated = again.returncode, repeated + 1
-        found = _hash(output)
+        found = hashes(output)
         expected = expected or found
         if status or found != expected:
-            soak.wrong.append(f"preparation {soak.done}: status {status}, {found} for {expected}")
+            differ = sorted(dict(found.items() ^ expected.items()))
+            soak.wrong.append(f"preparation {soak.done}: status {status}, other files: {differ}")
         soak.done += 1
         _, alive = psutil.wait_procs(children, timeout=10)
         for one in alive:

@@ -19,9 +19,9 @@ import pathlib
 import rich.table
 from absl import app, flags
 
+from benchmarks.campaigns import check_seed
 from benchmarks.damage.campaign import GOOD, Case, numbers_of, run
 from benchmarks.damage.readers import READERS
-from benchmarks.seeds import check_seed
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.flags import given_folder, parse_flags

@@ -21,6 +21,7 @@ from unittest import mock
 import numpy as np
 from absl import flags
 
+from benchmarks import ROOT
 from calm_jax.cli import flags as flags_lib
 from calm_jax.cli.files import write_atomically
 from calm_jax.config import as_json, resolve
@@ -45,8 +46,7 @@ from tests.data import preparing
 from tests.interop import weight_files
 from tests.tiny_model import tiny
 
-_ROOT = pathlib.Path(__file__).parents[2]
-_GOLDEN = _ROOT / "tests" / "golden"
+_GOLDEN = ROOT / "tests" / "golden"
 
 
 class Refusal(Exception):
@@ -390,7 +390,7 @@ class _Here(contextlib.AbstractContextManager):
 def _prepare(output: pathlib.Path, most_tasks: int) -> Any:
     """Prepares two files of text, or goes on with it. Returns the index and the tokens."""
     # inputs.json has the absolute paths of the files, which must be the same for the intact folder and its copy.
-    inputs = _ROOT / ".cache" / "damage"
+    inputs = ROOT / ".cache" / "damage"
     files = [inputs / "a.jsonl", inputs / "b.jsonl"]
     for number, file in enumerate(files):
         if not file.exists():
@@ -666,7 +666,7 @@ READERS: dict[str, Reader] = {
     "samples": Reader(_samples, _read_samples, without=("pipe",)),
     "training flags": Reader(
         _arguments(
-            f"--config={_ROOT}/tests/tiny_recipe.py:*.none",
+            f"--config={ROOT}/tests/tiny_recipe.py:*.none",
             *("--config.seed=3", "--config.lm.head.beta=1.5", "--config.lm.model.num_layers=2"),
             *("--config.sample.temperature=0.5", "--config.data.train_files=x"),
             *("--config.chunk_size=4", "--config.sample.prompts=('a','b')"),

@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 
-from benchmarks.measure import ROOT, Cases, Options, Record, record
+from benchmarks import ROOT
+from benchmarks.measure import Cases, Options, Record, record
 from calm_jax.errors import UserError
 
 # The command writes its metrics after each step, so that the first one is seen.

@@ -145,24 +145,19 @@ def is_finished(config: Config, workdir: Workdir) -> bool:
         done = read_json(workdir.results_path)
     except (OSError, ValueError):
         return False
-    if not isinstance(done, dict):
+
+    def latest(name: str) -> int | None:
+        return checkpoint_files.latest_step(workdir.checkpoints(name))
+
+    if not isinstance(done, dict) or (config.has_autoencoder and latest("autoencoder") is None):
         return False
-    if not all(isinstance(done.get(name), dict) for name in config.stages):
-        return False
-    steps = {
-        name: checkpoint_files.latest_step(workdir.checkpoints(name)) for name in config.stages
-    }
-    if (
-        config.has_autoencoder
-        and checkpoint_files.latest_step(workdir.checkpoints("autoencoder")) is None
-    ):
-        return False
-    return all(
-        step is not None
-        and step == done[name].get("step")
-        and step >= getattr(config, name).training.num_steps
-        for name, step in steps.items()
-    )
+    for name in config.stages:
+        scored, step = done.get(name), latest(name)
+        if not isinstance(scored, dict) or step is None or step != scored.get("step"):
+            return False
+        if step < getattr(config, name).training.num_steps:
+            return False
+    return True
 
 
 def _check_autoencoder_stage(config: Config, workdir: Workdir, fresh: bool) -> None:
