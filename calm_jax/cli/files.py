@@ -43,7 +43,7 @@ def refuse_url(name: str, given: str) -> None:
 
     Remote storage has no locks, no appending and no renaming of folders, on which workdirs and prepared text depend.
     """
-    # A colon before the URL ends the name of a recipe, whose argument may be a URL of text.
+    # Only a scheme at the very beginning counts: recipe.py:gs://bucket/x is a recipe with a URL as its argument.
     if re.match(r"[^/:]*://", name):
         raise UserError(
             f"{given} must be a path of a file system: only text is read from URLs; give a local path, and copy there or from "

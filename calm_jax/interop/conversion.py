@@ -231,7 +231,7 @@ def _unused(
 def _should_equal(
     name: str, source: Weights, autoencoder: SourceAutoencoder | None
 ) -> Iterator[tuple[Weights, str]]:
-    """Yields the tensors that a tensor should be a copy of; some of them may not exist."""
+    """Yields the checkpoint and name of each tensor that should equal this one; not all of them need exist."""
     same = [name, names.alias(name)]
     if name == "lm_head.weight":
         same.append("model.embed_tokens.weight")

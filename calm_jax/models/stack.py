@@ -111,8 +111,8 @@ def _at(index: int, axis: Any, tree: Any) -> Any:
 def for_generation(params: Any, dtype: DTypeLike, stacks: Stacks, mesh: Mesh | None) -> Any:
     """Parameters of a model in the layout for generation. The model computes the same with them, up to rounding.
 
-    Kernels and embedding tables are cast to `dtype`. On CPUs and GPUs that hold all parameters each, the layers of stacks are taken
-    apart ("layers" becomes "layers_0", "layers_1" and so on), and products of the same input become one. The given arrays stay as
+    Kernels and embedding tables are cast to `dtype`. On CPUs and GPUs, if every device holds all parameters, the layers of stacks are
+    taken apart ("layers" becomes "layers_0", "layers_1" and so on), and products of the same input become one. The given arrays stay as
     they are, so that both layouts are in memory until the caller drops the first.
 
     Args:

@@ -21,9 +21,9 @@ _FEW_ROWS = 256
 def unrolled(length: int) -> int:
     """The `unroll` of a scan over `length` layers with stacked kernels, where products have few rows.
 
-    On CPUs and GPUs the scan is unrolled completely: a loop over layers would copy each kernel out of its stack for each chunk. Of the
-    unrolled layers CPUs copy each kernel once, before the loop over chunks. GPUs mostly still copy for each chunk, so that generation
-    has the layers apart (`calm_jax.models.stack.for_generation`). TPUs do not copy kernels, and need no unrolling.
+    On CPUs and GPUs the scan is unrolled completely: a loop over layers would copy each kernel out of its stack for each chunk. With
+    unrolled layers CPUs copy each kernel once, before the loop over chunks, but GPUs mostly once for each chunk. Generation therefore
+    stores each layer's parameters separately (`calm_jax.models.stack.for_generation`). TPUs do not copy kernels, and need no unrolling.
     """
     return 1 if target_device().platform == "tpu" else length
 

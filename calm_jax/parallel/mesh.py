@@ -87,7 +87,7 @@ def make_training_mesh(config: MeshConfig, batch_sizes: Iterable[int]) -> Mesh:
 
     Args:
       config: sizes of the axes. If `data` or `fsdp` is -1, it takes so many of the remaining devices that data x fsdp
-        divides every batch size. On TPUs numbers that do not divide the slice's, or do not suit its shape, are passed over.
+        divides every batch size. On TPUs, numbers of devices are skipped that do not divide the slice's or do not fit its shape.
       batch_sizes: rows of the batches that are split over the mesh.
 
     Raises:

@@ -1,9 +1,9 @@
 """Chooses the automatic keys of a recipe so that a training step fits into memory, and chooses the mesh of generation.
 
 The automatic keys are `training.accumulation_steps=0` and `lm.model.remat="auto"`. Candidates for their values are compiled, and
-the compiled program says how much memory a step needs. Of the candidates with the same `remat`, the first that fits is taken,
-in the order of their time by FLOPs and exchanged bytes alone. Of these, one for each `remat`, the fastest is taken; here the bytes
-of the compiled program in the device's memory count, too.
+the compiled program says how much memory a step needs. For each value of `remat`, candidates are compiled one after the other,
+the fastest by FLOPs and exchanged bytes first, until one fits. Among those that fit, the fastest is taken, where the memory
+traffic of the compiled programs counts, too.
 """
 
 import dataclasses

@@ -33,7 +33,7 @@ _FLOOR_NGRAMS = 2**23
 
 
 def reads_train_files(config: Config, stages: Collection[str]) -> bool:
-    """Whether `read_corpus` reads `data.train_files`: not for an autoencoder with text of its own, nor for its scores."""
+    """False if only the autoencoder is trained or scored, and has text of its own (`data.autoencoder_files`)."""
     return "lm" in stages or not config.data.autoencoder_files
 
 

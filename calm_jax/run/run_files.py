@@ -143,7 +143,7 @@ class RunFiles:
         return self._with_steps(self.results)
 
     def _with_steps(self, results: dict[str, Any]) -> dict[str, Any]:
-        """Without trained stages whose step, which tables show, is missing, as in an edited file."""
+        """Leaves out a trained stage without a `step`, as in an edited file: tables show the step."""
         return {
             name: values
             for name, values in results.items()

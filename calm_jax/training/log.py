@@ -42,8 +42,8 @@ class MetricsLog:
     def cut_back(self, stage: str, step: int, num_known: int = 0) -> None:
         """Removes a stage's records after `step`, so that a resumed run writes no step twice.
 
-        The old file is kept beside the new one if lines are damaged, or if records are missing and no copy that was kept earlier
-        begins with the remaining ones.
+        The old file is kept beside the new one if it has damaged lines. It is also kept if it lacks records, unless a copy that
+        was kept earlier begins with those that it has.
 
         Args:
           stage: the stage that is resumed.

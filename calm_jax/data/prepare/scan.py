@@ -59,7 +59,8 @@ def scan(
     A mark is a place where reading can begin: `(documents, characters, records, bytes)` of the file before it. A check is
     `(documents, crc32)`: how many documents of the file are before its end, and the checksum of those since the previous check.
     A check ends at each mark. `state` is the file's size and time. The checksums show a change of the text before the second
-    pass, which the files' signatures do not cover. With `deduplicate` also writes the digests of all documents, and their files' names, for `find_copies`.
+    pass, which the files' signatures do not cover. With `deduplicate` the digest of every document is written to files, whose names
+    are in the result.
 
     Args:
         work: the folder of intermediate files.
@@ -68,7 +69,7 @@ def scan(
         report: called with the progress, see `Report`.
         numbered: the index and the value of an item of `inputs.groups()`, the files to read.
     """
-    # Given, as the groups depend on the files' present sizes.
+    # The group is an argument, because `inputs.groups()` would give other groups if a file's size has changed.
     group, (first, stop) = numbered
     digests = _Digests(work, group) if options.deduplicate else None
     found = []
