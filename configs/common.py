@@ -248,8 +248,9 @@ def _transformer() -> ConfigDict:
     model.rms_norm_epsilon = 1e-6
     model.norm_epsilon = 1e-6
     # Rematerialisation: which activations of a layer the backward pass recomputes. "none"; "full", all of them: least memory,
-    # about a third more FLOPs; "dots", all but products with weights: few more FLOPs, and most of the memory that "none" takes;
-    # "auto", "none" or "full", whichever is faster of those that fit into the devices' memory.
+    # about a third more FLOPs; "dots", all but products with weights and the results of the attention "blocks" and "splash": few
+    # more FLOPs, and more than half of the memory that "none" takes; "auto", "none" ("dots" on CPUs) or "full", whichever is
+    # faster of those that fit into the devices' memory.
     model.remat = "auto"
     # Attention kernel of training and scoring: "xla" works everywhere; "blocks" does, too, and is the
     # fastest on CPUs; "cudnn" needs an NVIDIA GPU, bfloat16 and lm.data.isolate_documents=False; "splash" needs a TPU (on a

@@ -10,6 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -20,7 +21,7 @@ from calm_jax.parallel.devices import target_device
 CHOICES = ("auto", "xla", "blocks", "cudnn", "splash")
 # The number of queries that `_in_blocks` processes at once.
 _QUERY_BLOCK = 128
-# The checkpoint name of the splash kernel's results, which the policies of `lm.model.remat` refer to.
+# The checkpoint name of the results of `_in_blocks` and of the splash kernel, which the policies of `lm.model.remat` refer to.
 ATTENTION = "attention"
 # Sides of the square tiles of scores that the splash kernel computes: multiples of 128, and larger ones are faster.
 _LARGEST_TILE, _SMALLEST_TILE = 512, 128
@@ -179,7 +180,9 @@ def _blocks_forward(
         )
         mixed.append((block_BGRLA / sum_BGRL1).astype(query_BGRLA.dtype))
         log_sums.append(largest_BGRL1 + jnp.log(sum_BGRL1))
-    mixed_BGRLA, log_sum_BGRL1 = (jnp.concatenate(parts, axis=3) for parts in (mixed, log_sums))
+    mixed_BGRLA, log_sum_BGRL1 = (
+        checkpoint_name(jnp.concatenate(parts, axis=3), ATTENTION) for parts in (mixed, log_sums)
+    )
     kept = query_BGRLA, key_BGSA, value_BGSA, segment_BL, mixed_BGRLA, log_sum_BGRL1
     return mixed_BGRLA, kept
 

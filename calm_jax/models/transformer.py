@@ -24,7 +24,7 @@ _REMAT_POLICIES = {
     "auto": None,
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
-    # Keeps products with weights and the results of the splash kernel, but never the attention scores.
+    # Keeps products with weights and, on TPUs and CPUs, the results of attention, but never its scores.
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, attention.ATTENTION),
 }
 

@@ -213,8 +213,11 @@ def candidates(
         for number in range(1, training.batch_size // shards + 1)
         if training.batch_size % (number * shards) == 0
     ]
+    # On CPUs, computing norms and activations again takes no longer than storing and reading them (docs/benchmarks.md).
+    device = mesh.abstract_mesh.abstract_device
+    least = "dots" if device is not None and device.platform == "cpu" else "none"
     # The values of a key that ask for an automatic choice, and the values to choose from.
-    automatic: dict[Any, Sequence[Any]] = {0: numbers, "auto": ("none", "full")}
+    automatic: dict[Any, Sequence[Any]] = {0: numbers, "auto": (least, "full")}
     given = chosen(config, stage)
     values = itertools.product(*(automatic.get(value, [value]) for value in given.values()))
     tokens = training.batch_size * getattr(config, stage).data.block_tokens

@@ -199,7 +199,7 @@ def test_a_step_is_fitted_into_the_memory_of_this_machine(tiny, monkeypatch, cap
     key = jax.random.key(0)
     with jax.set_mesh(mesh):
         whole = fitting.fit_here(config, "lm", words, frozen, key, mesh)
-        assert chosen([whole.config]) == [(1, "none")]
+        assert chosen([whole.config]) == [(1, "dots")]
         need = whole.need
         # Room for three quarters of that.
         monkeypatch.setattr(fitting, "memory_here", lambda: 1.5 * need.total)
