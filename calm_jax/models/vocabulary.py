@@ -120,6 +120,18 @@ def _dot(x: Array, y: Array, axis_of_x: int, axis_of_y: int, dtype: jax.typing.D
     return jax.lax.dot_general(x, y, dimension_numbers, preferred_element_type=dtype)
 
 
+def _logits_of_block(x_PD: Array, rows_WD: Array, first: Array, vocab_size: int) -> Array:
+    """The logits of the tokens from `first` on, float32 [P, W]; -inf for rows that only fill up the last block.
+
+    Such rows would have the logit 0, which may be far above all others and overflow in exp.
+    """
+    logit_PW = _dot(x_PD, rows_WD, 1, 1, jnp.float32)
+    block = len(rows_WD)
+    if vocab_size % block == 0:
+        return logit_PW
+    return jnp.where(first + jnp.arange(block) < vocab_size, logit_PW, -jnp.inf)
+
+
 def _forward(
     block: int, x_PD: Array, table_VD: Array, target_P: Array
 ) -> tuple[Array, tuple[Array, ...]]:
@@ -127,16 +139,16 @@ def _forward(
 
     def add_block(sums: tuple[Array, ...], rows_and_first: tuple[Array, Array]):
         (largest_P, total_P, at_target_P), (rows_WD, first) = sums, rows_and_first
-        token_W = first + jnp.arange(block)
-        logit_PW = _dot(x_PD, rows_WD, 1, 1, jnp.float32)
-        logit_PW = jnp.where(token_W < vocab_size, logit_PW, -jnp.inf)
+        logit_PW = _logits_of_block(x_PD, rows_WD, first, vocab_size)
         new_P = jnp.maximum(largest_P, logit_PW.max(-1))
         exp_sum_P = jnp.exp(logit_PW - new_P[:, None]).sum(-1)
-        is_target_PW = token_W == target_P[:, None]
+        place_P = target_P - first
+        is_here_P = (place_P >= 0) & (place_P < block)
+        logit_P = jnp.take_along_axis(logit_PW, place_P[:, None], axis=1, mode="clip")[:, 0]
         sums = (
             new_P,
             total_P * jnp.exp(largest_P - new_P) + exp_sum_P,
-            at_target_P + jnp.where(is_target_PW, logit_PW, 0).sum(-1),
+            at_target_P + jnp.where(is_here_P, logit_P, 0),
         )
         return constrain(sums), None
 
@@ -157,11 +169,8 @@ def _backward(block: int, kept: tuple[Array, ...], cotangent_P: Array) -> tuple[
 
     def add_block(x_gradient_PD: Array, rows_and_first: tuple[Array, Array]):
         rows_WD, first = rows_and_first
-        token_W = first + jnp.arange(block)
-        logit_PW = _dot(x_PD, rows_WD, 1, 1, jnp.float32)
-        # Rows that only pad the last block would have the logit 0, which may be far above all others and overflow in exp.
-        logit_PW = jnp.where(token_W < vocab_size, logit_PW, -jnp.inf)
-        is_target_PW = token_W == target_P[:, None]
+        logit_PW = _logits_of_block(x_PD, rows_WD, first, vocab_size)
+        is_target_PW = first + jnp.arange(block) == target_P[:, None]
         gradient_PW = weight_P1 * (jnp.exp(logit_PW - log_sum_P[:, None]) - is_target_PW)
         gradient_PW = gradient_PW.astype(x_PD.dtype)
         x_gradient_PD += _dot(gradient_PW, rows_WD, 1, 0, jnp.float32)
