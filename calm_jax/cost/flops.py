@@ -196,7 +196,7 @@ def recomputed(config: Config, stage: str, vocab_size: int, num_shards: int) -> 
     The logits of a device's microbatch are recomputed if they are too large to be held at once on an accelerator
     (`calm_jax.models.vocabulary`). On a CPU that takes no longer, and is not counted. `num_shards` is the number of devices
     that the rows are split over. A part's forward pass is counted as a third of its FLOPs in training.
-    Not counted are the scores that `lm.model.attention="xla"` computes again with `lm.model.remat="dots"`.
+    Not counted is what the attention "xla" and "cudnn" computes again with `lm.model.remat="dots"`.
     """
     section = getattr(config, stage)
     tokens = section.training.batch_size * section.data.block_tokens

@@ -23,7 +23,7 @@ from typing import IO
 
 import numpy as np
 
-from calm_jax.cli.files import checked_json, open_regular, read_json, write_atomically
+from calm_jax.cli.files import checked_json, open_regular, read_json
 from calm_jax.data.packing import MASKED, document_blocks
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from calm_jax.errors import UserError
@@ -112,15 +112,22 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         bounds = np.asarray([*self._starts, self._num_tokens], "<i8")
+        # `np.save` into a file does not report a full disk.
         content = io.BytesIO()
         np.save(content, bounds)
-        write_atomically(self._folder / DOCUMENTS, content.getbuffer())
+        self._write(DOCUMENTS, content.getvalue())
         about = {
             "documents": len(self._starts),
             "tokens": self._num_tokens,
             "sha256": {name: sha256(self._folder / name) for name in (PAGES, DOCUMENTS)},
         }
-        write_atomically(self._folder / SHARD, checked_json(SHARD, about))
+        self._write(SHARD, checked_json(SHARD, about).encode("utf-8"))
+
+    def _write(self, name: str, content: bytes) -> None:
+        with open(self._folder / name, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
 
     def __enter__(self) -> "ShardWriter":
         return self

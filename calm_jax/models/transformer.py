@@ -24,7 +24,7 @@ _REMAT_POLICIES = {
     "auto": None,
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
-    # Keeps products with weights and, on TPUs and CPUs, the results of attention, but never its scores.
+    # Keeps products with weights and the results of the attention "blocks" and "splash", but never the scores.
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, attention.ATTENTION),
 }
 

@@ -132,6 +132,17 @@ def _logits_of_block(x_PD: Array, rows_WD: Array, first: Array, vocab_size: int)
     return jnp.where(first + jnp.arange(block) < vocab_size, logit_PW, -jnp.inf)
 
 
+def _at_target(logit_PW: Array, place_P: Array) -> Array:
+    """The logit of each position's target, [P]; 0 where the target's place in the block is outside of it."""
+    block = logit_PW.shape[1]
+    if target_device().platform != "cpu":
+        # Accelerators compute this sum in the same pass over the logits as the others.
+        return jnp.where(jnp.arange(block) == place_P[:, None], logit_PW, 0).sum(-1)
+    # CPUs would write the masked logits to memory.
+    logit_P = jnp.take_along_axis(logit_PW, place_P[:, None], axis=1, mode="clip")[:, 0]
+    return jnp.where((place_P >= 0) & (place_P < block), logit_P, 0)
+
+
 def _forward(
     block: int, x_PD: Array, table_VD: Array, target_P: Array
 ) -> tuple[Array, tuple[Array, ...]]:
@@ -142,13 +153,10 @@ def _forward(
         logit_PW = _logits_of_block(x_PD, rows_WD, first, vocab_size)
         new_P = jnp.maximum(largest_P, logit_PW.max(-1))
         exp_sum_P = jnp.exp(logit_PW - new_P[:, None]).sum(-1)
-        place_P = target_P - first
-        is_here_P = (place_P >= 0) & (place_P < block)
-        logit_P = jnp.take_along_axis(logit_PW, place_P[:, None], axis=1, mode="clip")[:, 0]
         sums = (
             new_P,
             total_P * jnp.exp(largest_P - new_P) + exp_sum_P,
-            at_target_P + jnp.where(is_here_P, logit_P, 0),
+            at_target_P + _at_target(logit_PW, target_P - first),
         )
         return constrain(sums), None
 

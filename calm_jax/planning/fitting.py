@@ -3,7 +3,7 @@
 The automatic keys are `training.accumulation_steps=0` and `lm.model.remat="auto"`. Candidates for their values are compiled, and
 the compiled program says how much memory a step needs. For each value of `remat`, candidates are compiled one after the other,
 the fastest by FLOPs and exchanged bytes first, until one fits. Among those that fit, the fastest is taken, where the memory
-traffic of the compiled programs counts, too.
+traffic of the compiled programs counts, too. For devices whose rates are not known, the first that fits is taken.
 """
 
 import dataclasses
@@ -204,7 +204,7 @@ def candidates(
 ) -> list[Config]:
     """The configs that the automatic keys allow, from the fastest on by their FLOPs and the bytes that devices exchange.
 
-    If `rates` is None, configs without recomputation come first, and then those with fewer microbatches.
+    If `rates` is None, configs come first that recompute nothing, or nothing that is counted, and then those with fewer microbatches.
     """
     training = getattr(config, stage).training
     shards = num_row_shards(mesh)

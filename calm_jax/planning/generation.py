@@ -114,7 +114,8 @@ class _Prefilled(NamedTuple):
       prefill: bytes of one device that the prefill needs.
       available: bytes of one device that a program may use.
       model: the arguments `bind`, `params` and `frozen` of `decode`.
-      state: shapes and layout of the state with room for the whole context; None if the prefill does not fit.
+      state: shapes and layout of the state with room for the whole context; None if the prefill or
+        this state does not fit.
     """
 
     prefill: float

@@ -97,7 +97,7 @@ class ForHardware(NamedTuple):
     Attributes:
       program: None if the compiler refused it, because it does not fit.
       results: the shapes of its results with their layout; None if it was refused.
-      needed: bytes of one device that it needs.
+      needed: bytes of one device that it needs; more than `available` if it was refused.
       available: bytes of one device that a program may use: the hardware's, or what the compiler said when it refused.
     """
 
@@ -123,7 +123,8 @@ def compile_for(
     program, memory, available = fitting.compile_program(lowered, held, option)
     needed = held + sum(memory.values())
     if program is None:
-        return ForHardware(None, None, needed, available)
+        # The compiler's message rounds both numbers, which may be equal then.
+        return ForHardware(None, None, max(needed, math.nextafter(available, math.inf)), available)
     results = with_layout(lowered.out_info, program.output_shardings)
     return ForHardware(program, results, needed, topology.memory)
 

@@ -226,17 +226,17 @@ def test_both_ways_to_gate_halves_have_the_same_value_and_gradient():
 
 
 @pytest.mark.slow
-def test_remat_recomputes_only_the_products_that_its_policy_drops():
+@pytest.mark.parametrize(("attention", "kept"), [("xla", False), ("blocks", True)])
+def test_remat_recomputes_only_the_products_that_its_policy_drops(attention, kept):
     """Counts products. A layer has 7 with weights and 2 of attention; a product that is recomputed adds one."""
-    products = {
-        remat: str(of.trace(params).jaxpr).count("dot_general")
-        for remat, (of, params) in {
-            remat: gradient_of(remat) for remat in ("none", "dots", "full")
-        }.items()
-    }
+    products = {}
+    for remat in ("none", "dots", "full"):
+        of, params = gradient_of(remat, attention)
+        products[remat] = str(of.trace(params).jaxpr).count("dot_general")
+    # "dots" keeps the results of the attention in blocks.
+    assert products["dots"] - products["none"] == (0 if kept else 2)
     # "full" recomputes all but one of the products with weights: the backward pass needs no value of the last one.
-    assert products["dots"] - products["none"] == 2
-    assert products["full"] - products["dots"] == 7 - 1
+    assert products["full"] - products["none"] == 2 + 7 - 1
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def by_hand(x_PD, table_VD, target_P, weight_P):
     largest_P1 = logit_PV.max(-1, keepdims=True)
     log_p_PV = logit_PV - largest_P1 - np.log(np.exp(logit_PV - largest_P1).sum(-1, keepdims=True))
     # No token where the target is masked.
-    one_hot_PV = target_P[:, None] == np.arange(V)
+    one_hot_PV = target_P[:, None] == np.arange(len(table_VD))
     weight_P1 = (weight_P * (target_P >= 0))[:, None]
     gradient_PV = weight_P1 * (np.exp(log_p_PV) - one_hot_PV)
     return -(log_p_PV * one_hot_PV).sum(-1), gradient_PV @ table_VD, gradient_PV.T @ x_PD
@@ -71,6 +71,18 @@ def test_loss_and_gradients_in_blocks_are_those_of_all_logits(block, scale):
     for a, b in zip(ours, expected, strict=True):
         assert a.dtype == jnp.float32
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
+
+
+def test_blocks_that_need_no_filling(monkeypatch):
+    """256 tokens in two blocks, with targets at their ends."""
+    monkeypatch.setattr(vocabulary, "_MAX_LOGITS_ON_CPU", 128 * P)
+    x_PD, table_VD, target_P, weight_P = case()
+    target_P = np.minimum(target_P, 255)
+    target_P[3:7] = 0, 127, 128, 255
+    arguments = x_PD, table_VD[:256], target_P, weight_P
+    assert "scan" in str(jax.make_jaxpr(program())(*arguments))
+    for ours, expected in zip(jax.jit(program())(*arguments), by_hand(*arguments), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_one_block_is_the_cross_entropy_of_all_logits():

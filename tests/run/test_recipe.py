@@ -100,8 +100,7 @@ def test_a_run_that_a_signal_and_then_a_full_disk_end_resumes_to_the_same_bits(
     of files stands in for a full disk, which leaves the last complete checkpoint."""
     workdir, errors = tmp_path / "run", tmp_path / "err"
     command = command_of(text_glob, workdir)
-    first = [*command, "--config.stage=autoencoder"]
-    assert signalled(first, signal.SIGTERM, "autoencoder: step 4/", errors) == 75
+    assert signalled(command, signal.SIGTERM, "autoencoder: step 4/", errors) == 75
     message = re.search(
         r"interrupted: SIGTERM: stage autoencoder is saved at step (\d+); .*", errors.read_text()
     )
@@ -111,6 +110,7 @@ def test_a_run_that_a_signal_and_then_a_full_disk_end_resumes_to_the_same_bits(
     environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
     process = start(
         *command,
+        "--config.stage=autoencoder",
         env=environment,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000)),
     )

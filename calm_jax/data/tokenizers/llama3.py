@@ -14,6 +14,8 @@ import tokenizers
 from calm_jax.data.tokenizers.base import Tokenizer
 from calm_jax.errors import UserError
 
+_MOST_IDS = 2**24
+
 
 class Llama3Tokenizer(Tokenizer):
     """Llama 3's byte-level BPE and one added pad token.
@@ -46,6 +48,10 @@ class Llama3Tokenizer(Tokenizer):
         pad_id = bpe.token_to_id("[PAD]")
         # Not the number of tokens, as ids may have gaps.
         num_ids = 1 + max(bpe.get_vocab().values())
+        if num_ids > _MOST_IDS:
+            raise UserError(
+                f"tokenizer: tokenizer.json has the id {num_ids - 1}, above {_MOST_IDS - 1}: the embedding has a row for each id"
+            )
         self.pad_id = num_ids if pad_id is None else pad_id
         self.vocab_size = max(self.pad_id + 1, num_ids)
         self._bpe = _JsonBpe(bpe)
