@@ -228,8 +228,8 @@ def test_the_quickstart_in_a_short_form(tmp_path):
         "--config.autoencoder.min_accuracy=0.0",
         "--config.lm.training.num_steps=3",
         "--config.sample.max_tokens=8",
-        # Half of the held-out text, as scoring takes longer than so few steps.
-        "--config.data.holdout_every=40",
+        # A sixth of the held-out text, as scoring takes longer than so few steps.
+        "--config.data.holdout_every=120",
     ]
     assert command[0] == "-m"
     out = run(*command[1:], *short, xla_flags="")
