@@ -6,8 +6,8 @@ Each part is a command of its own with a limit of time: the planner's prediction
 (bfloat16, which has cuDNN's attention), and decoding at T = 1 and T = 1/2. A part leaves NAME.log in --output and, but for the
 quickstart, NAME.json; a second call runs only the parts that have not succeeded or that have other options now, such as another
 --topology, and the quickstart goes on where it stopped. JAX gets the share of the GPU's memory that the planner assumes, unless
-XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. The summary says the time and the MFU of a training step beside the planner's, how far decoding is from the bound of memory bandwidth for texts of this length, and
-whether both reach their goals. With --dry_run the same parts run on this machine's CPU at tiny sizes, in the folder dry_run of
+XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. The summary says the time and the MFU of a training step beside the planner's, how
+far decoding is from the bound of memory bandwidth for texts of this length, and whether both reach their goals. With --dry_run the same parts run on this machine's CPU at tiny sizes, in the folder dry_run of
 --output, except the planner's, which need NVIDIA's compiler (`calm_jax[cuda]` has it).
 """
 

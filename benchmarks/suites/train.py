@@ -52,7 +52,8 @@ def variant(tree: ConfigDict, arguments: str) -> ConfigDict:
 
 
 def whole_batches(tree: ConfigDict) -> ConfigDict:
-    """A copy of a recipe that takes each batch at once, and recomputes as little as an automatic choice may: nothing is compiled to choose."""
+    """A copy of a recipe that takes each batch at once and recomputes the least that is chosen automatically, so that nothing is
+    compiled to choose this."""
     tree = copy.deepcopy(tree)
     for section in (tree.autoencoder, tree.lm):
         section.training.accumulation_steps = 1

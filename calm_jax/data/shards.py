@@ -293,7 +293,10 @@ def _are_counts(*values: object) -> bool:
 
 
 def _is_whole(index: dict) -> bool:
-    """Whether an index has all parts that a preparation writes. Raises `KeyError`, `TypeError` or `AttributeError` if one is missing."""
+    """Whether an index has all parts that a preparation writes.
+
+    Raises `KeyError`, `TypeError` or `AttributeError` if a part is missing or has another type.
+    """
     shards, options, tokenizer = index["shards"], index["options"], index["tokenizer"]
     _ = [options[name] for name in _OPTIONS]
     return (

@@ -132,7 +132,8 @@ class Compiled(NamedTuple):
 
     Attributes:
       program: None if the compiler refused it because it does not fit into memory, as that of TPUs does.
-      memory: bytes of one device besides the program's arguments, by kind.
+      memory: bytes of one device besides the program's arguments, by kind; with the arguments more than `available` if it was
+        refused.
       available: bytes that the compiler said a device has, when it refused the program; NaN otherwise.
     """
 
@@ -158,7 +159,9 @@ def compile_program(
         if found is None:
             raise
         needed, available, is_whole = found
-        temporaries = max(0.0, needed - (arguments if is_whole else 0.0))
+        # The message rounds both numbers, which may be equal then: at least a byte more is needed than there is.
+        temporaries = needed - (arguments if is_whole else 0.0)
+        temporaries = max(0.0, temporaries, available + 1 - arguments)
         return Compiled(None, {"temporaries": temporaries}, available)
     stats: Any = program.memory_analysis()
     memory = {
@@ -204,7 +207,8 @@ def candidates(
 ) -> list[Config]:
     """The configs that the automatic keys allow, from the fastest on by their FLOPs and the bytes that devices exchange.
 
-    If `rates` is None, configs come first that recompute nothing, or nothing that is counted, and then those with fewer microbatches.
+    If `rates` is None, configs come first that recompute nothing, or nothing that is counted, and then those with fewer
+    microbatches.
     """
     training = getattr(config, stage).training
     shards = num_row_shards(mesh)

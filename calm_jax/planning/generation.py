@@ -59,7 +59,7 @@ class DecodePlan:
       moved: bytes that the compiled program moves, for one of the chunks that a call generates. NaN if it does not fit,
         and at T < 1, where the number of iterations of its loops depends on the draws.
       prefill: bytes of one device that reading prompts of half the context needs.
-      needed: bytes of one device that decoding needs; NaN if the prefill does not fit.
+      needed: bytes of one device that decoding needs; NaN if the prefill, or the cache for the whole context, does not fit.
       available: bytes of one device that a program may use.
     """
 
@@ -114,8 +114,7 @@ class _Prefilled(NamedTuple):
       prefill: bytes of one device that the prefill needs.
       available: bytes of one device that a program may use.
       model: the arguments `bind`, `params` and `frozen` of `decode`.
-      state: shapes and layout of the state with room for the whole context; None if the prefill or
-        this state does not fit.
+      state: shapes and layout of the state with room for the whole context; None if the prefill or this state does not fit.
     """
 
     prefill: float

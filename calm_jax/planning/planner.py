@@ -123,8 +123,7 @@ def compile_for(
     program, memory, available = fitting.compile_program(lowered, held, option)
     needed = held + sum(memory.values())
     if program is None:
-        # The compiler's message rounds both numbers, which may be equal then.
-        return ForHardware(None, None, max(needed, math.nextafter(available, math.inf)), available)
+        return ForHardware(None, None, needed, available)
     results = with_layout(lowered.out_info, program.output_shardings)
     return ForHardware(program, results, needed, topology.memory)
 

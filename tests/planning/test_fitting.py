@@ -238,7 +238,21 @@ def test_a_step_that_the_compiler_refuses_does_not_fit(tiny, monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_step)
     with jax.set_mesh(mesh):
         found = fitting.fit_here(config, "lm", words, frozen, jax.random.key(0), mesh)
-    assert len(tried) == 2 and chosen([found.config])[0] != (1, "none")
+    assert len(tried) == 2 and chosen([found.config])[0] != (1, "dots")
+
+
+@pytest.mark.parametrize("used", ["15.75", "15.80"])
+def test_a_refused_program_needs_more_than_there_is(used):
+    """Also where the compiler's message rounds both numbers to the same one."""
+
+    def refuse(compiler_options):
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Used {used}G of 15.75G hbm.")
+
+    lowered = types.SimpleNamespace(compile=refuse)
+    for arguments in (0.0, 2.0**30, 2.0**34):
+        program, memory, available = fitting.compile_program(lowered, arguments)
+        assert program is None and available == 15.75 * 2**30
+        assert arguments + sum(memory.values()) > available
 
 
 def test_devices_hold_all_parameters_for_generation_if_both_copies_take_three_quarters_of_them():
