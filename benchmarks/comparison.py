@@ -11,6 +11,9 @@ from calm_jax.models.heads.energy import EnergyHeadConfig
 # Steps of stage 1: longer chunks need more.
 _AUTOENCODER_STEPS = {4: 2250, 8: 2250, 2: 900, 1: 400}
 _COMMON = [
+    # The same for all arms. In the recipe both depend on K.
+    "--config.tokenizer.vocab_size=512",
+    "--config.lm.training.batch_size=2",
     # An eighth of the quickstart's validation text, as scoring K = 1 and the baseline takes long.
     "--config.data.holdout_every=160",
     "--config.eval.part_blocks=12",

@@ -35,7 +35,7 @@ def _standard_small() -> list[str]:
 def get_arms(argument: str = "") -> dict[str, list[str]]:
     """The flags of each arm; `argument`: MULTIPLES[:FILES]."""
     multiples, _, files = argument.partition(":")
-    words = ["--config=configs/quickstart.py", *_standard_small()]
+    words = ["--config=configs/quickstart.py:k=4", *_standard_small()]
     if files:
         words.append(f"--config.data.train_files={files}")
     arms = {"autoencoder": [*words, *_AUTOENCODER, "--config.stage=autoencoder"]}

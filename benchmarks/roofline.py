@@ -43,7 +43,7 @@ _OUTPUT = flags.DEFINE_string("output", "roofline.json", "file to keep the figur
 _REPEATS = flags.DEFINE_integer("repeats", 5, "steps of each recipe", lower_bound=1)
 
 _WORDS = Vocabulary(513, 512)
-# Changes of the quickstart recipe; each changes another size, or what is recomputed.
+# Changes of the quickstart recipe with K = 4; each changes another size, or what is recomputed.
 CASES: dict[str, dict[str, Any]] = {
     "quickstart": {},
     "wider": {"lm.model.hidden_size": 512, "lm.model.intermediate_size": 1376},
@@ -55,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def _recipe(changes: dict[str, Any]) -> ConfigDict:
-    tree = whole_batches(quickstart.get_config())
+    tree = whole_batches(quickstart.get_config("k=4"))
     # The step that is measured is the first, and has all losses.
     tree.lm.head.decoded_brier_delay = 0
     for path, value in changes.items():

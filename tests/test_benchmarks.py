@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import gpu, measure, peer, results
+from benchmarks import gpu, measure, peer, results, words
 from benchmarks.measure import Options
 from benchmarks.suites import evaluate, generate, startup, train
 from calm_jax.config import resolve
@@ -474,3 +474,32 @@ def test_a_finished_comparison_with_the_planner_is_shown_again(tmp_path):
     for way in ("larger time", "sum of times"):
         assert f"ratios predicted by the {way}: wrong by 0% (median), 100% at most" in out
     assert path.read_text() == stored
+
+
+def test_words_and_strings_of_the_training_text():
+    """A word counts in two documents; strings of 8 characters are mostly no white space; errors are those of a ratio."""
+    known = words.Known(["def alpha(beta):", "alpha = gamma", "beta"])
+    assert known.words == {"alpha", "beta"}
+    assert words.words("the_alpha2beta é") == ["the", "alpha", "beta"]
+    assert list(words.strings("  a = bc ")) == ["  a = bc", " a = bc "]
+    assert list(words.strings("     abcd")) == ["    abcd"]
+    texts = ["def alpha(gamma", "beta    beta    ", ""]
+    # The words alpha of three (def and gamma are in one document each) and beta twice; of the 8 and 9 strings, 3 are known,
+    # those of "def alpha(".
+    found = known.row(texts)
+    for cell, numbers, right in (
+        (found[0], [3, 2, 0], [1, 2, 0]),
+        (found[1], [8, 9, 0], [3, 0, 0]),
+    ):
+        share = sum(right) / sum(numbers)
+        residuals = np.array(right) - share * np.array(numbers)
+        error = np.sqrt(3 / 2 * (residuals**2).sum()) / sum(numbers)
+        assert cell == f"{share:.3f} ± {error:.3f}"
+    assert found[2:] == ["2", "29%"]
+    assert known.row(["1 + 1", "2"])[0] == "none"
+
+
+@pytest.mark.slow
+def test_the_words_of_a_run(finished):
+    out = run("benchmarks.words", f"--workdir={finished[0]}", "--texts=2", "--max_tokens=8")
+    assert "2 texts of" in out and "held out" in out
