@@ -11,8 +11,10 @@ from calm_jax.models.heads.energy import EnergyHeadConfig
 # Steps of stage 1: longer chunks need more.
 _AUTOENCODER_STEPS = {4: 2250, 8: 2250, 2: 900, 1: 400}
 _COMMON = [
-    # The same for all arms. In the recipe both depend on K.
+    # For all arms those of K = 4: in the recipe they depend on K.
     "--config.tokenizer.vocab_size=512",
+    "--config.autoencoder.random_chunks=0.25",
+    "--config.lm.optimizer.learning_rate=6e-4",
     "--config.lm.training.batch_size=2",
     # An eighth of the quickstart's validation text, as scoring K = 1 and the baseline takes long.
     "--config.data.holdout_every=160",

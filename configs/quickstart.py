@@ -18,7 +18,8 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.tokenizer.kind = "sentencepiece"
     config.tokenizer.vocab_size = 4096
 
-    config.autoencoder.random_chunks = 0.5
+    # Most tokens of a vocabulary this large are rare in the text; in random chunks all are equally frequent.
+    config.autoencoder.random_chunks = 0.9
     model = config.autoencoder.model
     model.latent_size = 64
     model.hidden_size = 128
@@ -35,10 +36,10 @@ def get_config(arguments: str = "") -> ConfigDict:
     optimizer.schedule = "cosine"
     optimizer.weight_decay = 0.0
     training = config.autoencoder.training
-    training.num_steps = 1750
+    training.num_steps = 1500
     training.batch_size = 16
     training.log_every = 200
-    training.eval_every = 1750
+    training.eval_every = 750
     training.checkpoint_every = 600
 
     model = config.lm.model
@@ -94,10 +95,11 @@ def get_config(arguments: str = "") -> ConfigDict:
 
 
 def _set_longer_chunks(config: ConfigDict) -> None:
-    """K > 2: shorter tokens and more steps, with which an autoencoder of this width reconstructs as many tokens."""
+    """K > 2: shorter tokens, which an autoencoder of this width reconstructs after more steps."""
     config.tokenizer.vocab_size = 512
     config.autoencoder.random_chunks = 0.25
-    config.autoencoder.training.num_steps = 3500
+    training = config.autoencoder.training
+    training.num_steps, training.eval_every = 3500, 1750
     config.lm.optimizer.learning_rate = 6e-4
     training = config.lm.training
     training.num_steps, training.eval_every, training.batch_size = 1550, 775, 2
