@@ -71,6 +71,8 @@ def _share(is_known: Sequence[Sequence[bool]]) -> str:
     if not numbers.sum():
         return "none"
     share = known.sum() / numbers.sum()
+    if len(numbers) == 1:
+        return f"{share:.3f}"
     residuals = known - share * numbers
     error = np.sqrt(len(numbers) / (len(numbers) - 1) * (residuals**2).sum()) / numbers.sum()
     return f"{share:.3f} ± {error:.3f}"

@@ -497,6 +497,7 @@ def test_words_and_strings_of_the_training_text():
         assert cell == f"{share:.3f} ± {error:.3f}"
     assert found[2:] == ["2", "29%"]
     assert known.row(["1 + 1", "2"])[0] == "none"
+    assert known.row(["beta gamma"])[0] == "0.500"
 
 
 @pytest.mark.slow
