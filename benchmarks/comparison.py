@@ -5,17 +5,24 @@
 FLOPS is the training budget of stage 2, the same for each arm. Stage 1 is trained before it, once for each K.
 """
 
+import operator
+
 from benchmarks.arms import PAPERS_LOSS, config_of, step_flops
 from calm_jax.models.heads.energy import EnergyHeadConfig
+from configs import quickstart
 
 # Steps of stage 1: longer chunks need more.
 _AUTOENCODER_STEPS = {4: 2250, 8: 2250, 2: 900, 1: 400}
+# In the recipe these depend on K. All arms have the values for K = 4.
+_OF_FOUR = (
+    "tokenizer.vocab_size",
+    "autoencoder.random_chunks",
+    "lm.optimizer.learning_rate",
+    "lm.training.batch_size",
+)
+_FOUR = quickstart.get_config("k=4")
 _COMMON = [
-    # For all arms those of K = 4: in the recipe they depend on K.
-    "--config.tokenizer.vocab_size=512",
-    "--config.autoencoder.random_chunks=0.25",
-    "--config.lm.optimizer.learning_rate=6e-4",
-    "--config.lm.training.batch_size=2",
+    *(f"--config.{key}={operator.attrgetter(key)(_FOUR)}" for key in _OF_FOUR),
     # An eighth of the quickstart's validation text, as scoring K = 1 and the baseline takes long.
     "--config.data.holdout_every=160",
     "--config.eval.part_blocks=12",

@@ -1,6 +1,6 @@
 """How much of the text that a model writes is made of words and strings of its training text.
 
-    python -m benchmarks.words --workdir=runs/quickstart [--temperatures=1,0.33] [--texts=96] [--max_tokens=128]
+    python -m benchmarks.words --workdir=runs/quickstart [--temperature=1 --temperature=0.33] [--texts=96] [--max_tokens=128]
 
 The prompts are the recipe's, in turn, and the sampler is the run's. A word has three letters or more, and counts if it is in at
 least two training documents. Strings are of eight characters, and those that are mostly white space are left out. Held-out text
@@ -20,13 +20,14 @@ from absl import app, flags
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.flags import given_folder, parse_flags
-from calm_jax.errors import UserError
 from calm_jax.run.dataset import read_corpus
 from calm_jax.run.generator import Generator
 from calm_jax.run.workdir import Workdir
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")
-_TEMPERATURES = flags.DEFINE_list("temperatures", [], "temperatures; none for that of the run")
+_TEMPERATURES = flags.DEFINE_multi_float(
+    "temperature", [], "a temperature, may be repeated; that of the run if there is none"
+)
 _TEXTS = flags.DEFINE_integer("texts", 96, "texts for each temperature", lower_bound=2)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "new tokens of a text", lower_bound=1)
 
@@ -85,14 +86,7 @@ def main(argv: list[str]) -> None:
     options = dataclasses.replace(
         generator.options, max_tokens=_MAX_TOKENS.value, batch_size=_TEXTS.value
     )
-    try:
-        ways = [
-            dataclasses.replace(options, temperature=float(text)) for text in _TEMPERATURES.value
-        ]
-    except ValueError as error:
-        raise UserError(
-            f"--temperatures={','.join(_TEMPERATURES.value)} must be numbers, as in 1,0.33"
-        ) from error
+    ways = [dataclasses.replace(options, temperature=one) for one in _TEMPERATURES.value]
     corpus = read_corpus(config, ("lm",))
     known = Known([document.text for document in corpus.train])
     prompts = [options.prompts[i % len(options.prompts)] for i in range(_TEXTS.value)]

@@ -12,8 +12,7 @@ def get_config(arguments: str = "") -> ConfigDict:
     config = common.get_config()
     config.compute_dtype = "float32"
 
-    # Chunks of two long tokens: a model this small writes more words with them than with four tokens of half the length
-    # (docs/training.md).
+    # Two long tokens: a model this small writes more words with such chunks than with four shorter tokens (docs/training.md).
     config.chunk_size = 2
     config.tokenizer.kind = "sentencepiece"
     config.tokenizer.vocab_size = 4096
@@ -54,8 +53,8 @@ def get_config(arguments: str = "") -> ConfigDict:
     head.num_samples = 4
     head.num_target_samples = 16
     # Two losses that are not in the paper: for K = 4, BrierLM is 22 with both, and 7 with the paper's loss alone after four times
-    # the steps. The token loss has so large a weight that it alone trains the backbone, for which the gradients of the head's losses
-    # are noise (docs/training.md).
+    # the steps. The token loss has so large a weight that it alone trains the backbone, for which the gradients of the head's
+    # losses are noise (docs/training.md).
     head.decoded_brier_weight = 16.0
     head.decoded_brier_delay = 300
     config.lm.token_loss_weight = 20.0
