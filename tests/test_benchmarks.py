@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import gpu, measure, peer, results, words
+from benchmarks import gpu, known_text, measure, peer, results
+from benchmarks.known_text import KnownText
 from benchmarks.measure import Options
 from benchmarks.suites import evaluate, generate, startup, train
 from calm_jax.config import resolve
@@ -478,11 +479,11 @@ def test_a_finished_comparison_with_the_planner_is_shown_again(tmp_path):
 
 def test_words_and_strings_of_the_training_text():
     """A word counts in two documents; strings of 8 characters are mostly no white space; errors are those of a ratio."""
-    known = words.Known(["def alpha(beta):", "alpha = gamma", "beta"])
+    known = KnownText(["def alpha(beta):", "alpha = gamma", "beta"])
     assert known.words == {"alpha", "beta"}
-    assert words.words("the_alpha2beta é") == ["the", "alpha", "beta"]
-    assert list(words.strings("  a = bc ")) == ["  a = bc", " a = bc "]
-    assert list(words.strings("     abcd")) == ["    abcd"]
+    assert known_text.words("the_alpha2beta é") == ["the", "alpha", "beta"]
+    assert list(known_text.strings("  a = bc ")) == ["  a = bc", " a = bc "]
+    assert list(known_text.strings("     abcd")) == ["    abcd"]
     texts = ["def alpha(gamma", "beta    beta    ", ""]
     # The words alpha of three (def and gamma are in one document each) and beta twice; of the 8 and 9 strings, 3 are known,
     # those of "def alpha(".
