@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 from typing import Any
 
@@ -503,5 +504,10 @@ def test_words_and_strings_of_the_training_text():
 
 @pytest.mark.slow
 def test_the_words_of_a_run(finished):
-    out = run("benchmarks.words", f"--workdir={finished[0]}", "--texts=2", "--max_tokens=8")
-    assert "2 texts of" in out and "held out" in out
+    out = run("benchmarks.words", f"--workdir={finished[0]}", "--texts=64", "--max_tokens=8")
+    assert "64 texts of" in out
+    held_out = next(line for line in out.splitlines() if "held out" in line)
+    word_share, string_share = (float(one) for one in re.findall(r"([\d.]+) ±", held_out))
+    assert 0 < word_share <= 1 and 0 < string_share <= 1
+    error = run("benchmarks.words", f"--workdir={finished[0]}", "--sampler=best", status=2)
+    assert error.startswith("error: ") and "best" in error
