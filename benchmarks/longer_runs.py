@@ -2,15 +2,15 @@
 
     python -m benchmarks.learning --arms=benchmarks/longer_runs.py[:MULTIPLES[:FILES]] --folder=DIR --seeds=0
 
-The model is the standard small config (configs/bench_small.py), trained like the quickstart. MULTIPLES are numbers of the
-quickstart's steps of stage 2, such as 1,4 (the default) or 16. FILES is `data.train_files`; without it the text is that of the
-quickstart.
+The model is the standard small config (configs/bench_small.py), trained like `configs/quickstart.py:k=4`. MULTIPLES are
+numbers of that recipe's steps of stage 2, such as 1,4 (the default) or 16. FILES is `data.train_files`; without it the text is that
+of the quickstart.
 """
 
 from benchmarks.arms import PAPERS_LOSS, config_of
 from configs import bench_small
 
-# The quickstart's 3500 steps, a quarter of them on random chunks, reconstruct 88 % of the tokens of a vocabulary of 4096.
+# That recipe's 3500 steps, a quarter of them on random chunks, reconstruct 88 % of the tokens of a vocabulary of 4096.
 _AUTOENCODER = [
     "--config.autoencoder.random_chunks=0.0",
     "--config.autoencoder.training.num_steps=7000",
@@ -18,7 +18,7 @@ _AUTOENCODER = [
 
 
 def _standard_small() -> list[str]:
-    """The sizes of configs/bench_small.py, but the quickstart's 128 latent dimensions."""
+    """The sizes of configs/bench_small.py, but the 128 latent dimensions of `configs/quickstart.py:k=4`."""
     small = bench_small.get_config()
     values = {
         "tokenizer.vocab_size": small.tokenizer.vocab_size,

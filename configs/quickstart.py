@@ -17,7 +17,7 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.tokenizer.kind = "sentencepiece"
     config.tokenizer.vocab_size = 4096
 
-    # Most tokens of a vocabulary this large are rare in the text; in random chunks all are equally frequent.
+    # Most tokens of a vocabulary this large are rare in the text; in two of three random chunks all are equally frequent.
     config.autoencoder.random_chunks = 0.9
     model = config.autoencoder.model
     model.latent_size = 64
@@ -86,10 +86,11 @@ def get_config(arguments: str = "") -> ConfigDict:
         model.hidden_size, model.intermediate_size = 256, 640
         config.autoencoder.optimizer.learning_rate = 3e-3
     # Sampled from p^(1/T) at lower temperatures, a model this small writes mostly spaces, the most likely text in Python code.
-    # With a third of the noise, the energy head keeps its BrierLM, is right more often and needs one draw (docs/benchmarks.md).
+    # With less noise the energy head keeps its BrierLM, is right more often and needs one draw (docs/benchmarks.md).
     config.sample.temperature = 1.0
     if config.lm.head.name == "energy":
-        config.sample.sampler, config.sample.temperature = "noise", 0.33
+        config.sample.sampler = "noise"
+        config.sample.temperature = 0.5 if config.chunk_size <= 2 else 0.33
     return config
 
 

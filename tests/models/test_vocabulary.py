@@ -136,7 +136,7 @@ def products_in(jaxpr):
 @pytest.mark.parametrize(
     "positions, vocab_size, on_cpu, size",
     [
-        # Stage 1 of the quickstart, all at once; of CALM-M on 8 devices; a position alone; more positions than fit.
+        # Stage 1 of the quickstart with K = 4, all at once; of CALM-M on 8 devices; a position alone; more positions than fit.
         (1024, 512, False, 512),
         (1024, 512, True, 512),
         (65_536, 128_257, False, 2048),
