@@ -35,7 +35,7 @@ class Target(NamedTuple):
     Attributes:
         posterior: the frozen autoencoder's, [P, Z].
         tokens_PK: their tokens.
-        decode: the frozen autoencoder's decoder, latents [R, Z] -> logits [R, K, V].
+        decode: the frozen autoencoder's decoder, latents of N draws [P, N, Z] -> logits [P, K, N, V].
         step: number of updates so far, int32; None in evaluation, where losses leave out terms that only help training.
     """
 
@@ -145,7 +145,22 @@ def energy_terms(
     return to_target, to_each_other
 
 
-def decoded_brier(logit_PNKV: Array, tokens_PK: Array, temperature: float) -> Array:
+@jax.custom_vjp
+def _products_of_pairs(prob_PKNV: Array) -> Array:
+    """Sums over V of the products of two draws' probabilities, [P, K, N, N]."""
+    return jnp.einsum("PKiV,PKjV->PKij", prob_PKNV, prob_PKNV, precision="highest")
+
+
+_products_of_pairs.defvjp(
+    lambda prob_PKNV: (_products_of_pairs(prob_PKNV), prob_PKNV),
+    # The two arguments of the product are one array, so its gradient is one product and not two.
+    lambda prob_PKNV, g: (
+        jnp.einsum("PKij,PKjV->PKiV", g + g.swapaxes(2, 3), prob_PKNV, precision="highest"),
+    ),
+)
+
+
+def decoded_brier(logit_PKNV: Array, tokens_PK: Array, temperature: float) -> Array:
     """The Brier loss of a chunk's n-grams, for a model that decodes each of its draws to a distribution of tokens.
 
     The model's distribution of an n-gram is the mean over its draws of the product of the tokens' probabilities. The
@@ -158,25 +173,25 @@ def decoded_brier(logit_PNKV: Array, tokens_PK: Array, temperature: float) -> Ar
     The loss is then least where these flatter probabilities, not the decoder's own, have the distribution of the text.
 
     Args:
-        logit_PNKV: the decoder's logits of N >= 2 draws at each position.
+        logit_PKNV: the decoder's logits of each token, of N >= 2 draws.
         tokens_PK: the true tokens.
         temperature: above 0.
 
     Returns:
         The sum over n = 1, ..., min(K, 4) of the mean loss of the chunk's n-grams, float32 [P]; at least -min(K, 4).
     """
-    num_draws, chunk_size = logit_PNKV.shape[1:3]
-    prob_PNKV = jax.nn.softmax(logit_PNKV.astype(jnp.float32) / temperature)
-    right_PNK = jnp.take_along_axis(prob_PNKV, tokens_PK[:, None, :, None], axis=-1)[..., 0]
-    equal_PNNK = jnp.einsum("PiKV,PjKV->PijK", prob_PNKV, prob_PNKV, precision="highest")
-    is_pair_NN1 = ~np.eye(num_draws, dtype=bool)[..., None]
+    chunk_size, num_draws = logit_PKNV.shape[1:3]
+    prob_PKNV = jax.nn.softmax(logit_PKNV.astype(jnp.float32) / temperature)
+    right_PKN = jnp.take_along_axis(prob_PKNV, tokens_PK[:, :, None, None], axis=-1)[..., 0]
+    equal_PKNN = _products_of_pairs(prob_PKNV)
+    is_pair_NN = ~np.eye(num_draws, dtype=bool)
     loss_P = jnp.zeros(len(tokens_PK))
     # Products of the values of n consecutive tokens, for n = 1; each iteration extends them by one token.
-    right, equal = right_PNK, equal_PNNK
+    right, equal = right_PKN, equal_PKNN
     for order in range(1, min(chunk_size, ORDERS) + 1):
         if order > 1:
-            right = right[..., :-1] * right_PNK[..., order - 1 :]
-            equal = equal[..., :-1] * equal_PNNK[..., order - 1 :]
-        squares = jnp.where(is_pair_NN1, equal, 0).sum((1, 2)) / (num_draws * (num_draws - 1))
-        loss_P += (squares - 2 * right.mean(1)).mean(-1)
+            right = right[:, :-1] * right_PKN[:, order - 1 :]
+            equal = equal[:, :-1] * equal_PKNN[:, order - 1 :]
+        squares = jnp.where(is_pair_NN, equal, 0).sum((2, 3)) / (num_draws * (num_draws - 1))
+        loss_P += (squares - 2 * right.mean(2)).mean(1)
     return loss_P

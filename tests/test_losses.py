@@ -286,29 +286,42 @@ def test_decoded_brier_equals_its_definition(K, temperature):
     rng = np.random.default_rng(K)
     logit_PNKV = rng.normal(0, 2, (3, 4, K, 3)).astype(np.float32)
     tokens_PK = rng.integers(0, 3, (3, K))
-    ours = jax.jit(decoded_brier)(logit_PNKV, tokens_PK, temperature)
+    ours = jax.jit(decoded_brier)(logit_PNKV.swapaxes(1, 2), tokens_PK, temperature)
     assert ours.dtype == jnp.float32
-    expected = [
-        naive_decoded_brier(logit_NKV, tokens_K, temperature)
-        for logit_NKV, tokens_K in zip(logit_PNKV, tokens_PK, strict=True)
-    ]
-    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
+
+    def expected(logit_PNKV):
+        return [
+            naive_decoded_brier(logit_NKV, tokens_K, temperature)
+            for logit_NKV, tokens_K in zip(logit_PNKV, tokens_PK, strict=True)
+        ]
+
+    np.testing.assert_allclose(ours, expected(logit_PNKV), rtol=1e-4, atol=1e-5)
+
+    # The gradient along a random direction, against a central difference in float64.
+    direction_PNKV = rng.normal(size=logit_PNKV.shape)
+    step = 1e-5 * direction_PNKV
+    difference = np.subtract(expected(logit_PNKV + step), expected(logit_PNKV - step)) / 2e-5
+    gradient_PKNV = jax.grad(lambda logit: decoded_brier(logit, tokens_PK, temperature).sum())(
+        logit_PNKV.swapaxes(1, 2)
+    )
+    along_P = (gradient_PKNV * direction_PNKV.swapaxes(1, 2)).sum((1, 2, 3))
+    np.testing.assert_allclose(along_P, difference, rtol=1e-4, atol=1e-5)
 
 
 def test_decoded_brier_of_certain_right_draws_is_its_minimum():
     tokens_PK = np.array([[0, 2, 1, 1, 0]])
-    logit_PNKV = 100.0 * np.tile(np.eye(3)[tokens_PK][:, None], (1, 2, 1, 1))
-    np.testing.assert_allclose(decoded_brier(logit_PNKV, tokens_PK, 1.0), -4, atol=1e-6)
+    logit_PKNV = 100.0 * np.tile(np.eye(3)[tokens_PK][:, :, None], (1, 1, 2, 1))
+    np.testing.assert_allclose(decoded_brier(logit_PKNV, tokens_PK, 1.0), -4, atol=1e-6)
 
 
 def test_a_certain_wrong_draw_has_a_gradient_only_at_a_high_temperature():
     tokens_PK = np.array([[0]])
     # Both draws decode to token 1, with 40 nats between it and the others.
-    logit_PNKV = jnp.asarray(40.0 * np.eye(3)[[1, 1]][None, :, None])
+    logit_PKNV = jnp.asarray(40.0 * np.eye(3)[[1, 1]][None, None])
 
     def size(temperature):
         gradient = jax.grad(lambda logit: decoded_brier(logit, tokens_PK, temperature).sum())
-        return np.abs(gradient(logit_PNKV)).max()
+        return np.abs(gradient(logit_PKNV)).max()
 
     assert size(1.0) < 1e-12
     assert size(10.0) > 1e-3
@@ -321,10 +334,10 @@ def test_decoded_brier_is_proper():
     chunks_4K = np.array([[0, 1], [0, 2], [1, 1], [2, 0]])
     logit_4KV = 200.0 * np.eye(3)[chunks_4K]
     first, second = (index.ravel() for index in np.indices((4, 4)))
-    logit_PNKV = np.stack([logit_4KV[first], logit_4KV[second]], axis=1)
+    logit_PKNV = np.stack([logit_4KV[first], logit_4KV[second]], axis=2)
     # The loss of each pair of draws against each chunk.
     loss_P4 = np.stack(
-        [decoded_brier(logit_PNKV, np.tile(chunk, (16, 1)), 1.0) for chunk in chunks_4K], axis=1
+        [decoded_brier(logit_PKNV, np.tile(chunk, (16, 1)), 1.0) for chunk in chunks_4K], axis=1
     )
     truth_4 = np.array([0.4, 0.3, 0.2, 0.1])
 

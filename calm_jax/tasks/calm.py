@@ -92,8 +92,8 @@ class CalmTask:
     ) -> Target:
         """The target of the head's loss for chunks of true tokens [P, K]; `step` is None in evaluation."""
 
-        def decode(latent_RZ: Array) -> Array:
-            return self._frozen(frozen, "decode", latent_RZ)
+        def decode(latent_PNZ: Array) -> Array:
+            return self._frozen(frozen, "decode_draws", latent_PNZ)
 
         return Target(posterior, tokens_PK, decode, step)
 

@@ -128,13 +128,13 @@ def test_the_frozen_autoencoder_multiplies_at_the_highest_precision(monkeypatch)
     frozen_task = build.make_autoencoder_task(config, words)
     frozen = {"params": jax.eval_shape(frozen_task.init, jax.random.key(0))}
     tokens_PK = jnp.zeros((2, config.chunk_size), jnp.int32)
-    latent_RZ = jnp.zeros((3, config.autoencoder.model.latent_size))
+    latent_PNZ = jnp.zeros((1, 3, config.autoencoder.model.latent_size))
 
-    def encoded_and_decoded(frozen, tokens_PK, latent_RZ):
+    def encoded_and_decoded(frozen, tokens_PK, latent_PNZ):
         target = task.target(frozen, task.posterior(frozen, tokens_PK), tokens_PK, None)
-        logit_RKV, pull = jax.vjp(target.decode, latent_RZ)
+        logit_PKNV, pull = jax.vjp(target.decode, latent_PNZ)
         model = task.bind({}, frozen)
-        return target.posterior, pull(logit_RKV), model.decode(latent_RZ[None])
+        return target.posterior, pull(logit_PKNV), model.decode(latent_PNZ)
 
-    found = products(jax.jit(encoded_and_decoded).lower(frozen, tokens_PK, latent_RZ).as_text())
+    found = products(jax.jit(encoded_and_decoded).lower(frozen, tokens_PK, latent_PNZ).as_text())
     assert set(found) == {("HIGHEST", "f32", "f32", "f32")}

@@ -165,11 +165,8 @@ class EnergyHead(nn.Module):
             return loss_P
 
         def brier(x_PNZ: Array) -> Array:
-            logit_RKV = target.decode(x_PNZ.reshape(-1, self.latent_size))
-            logit_PNKV = logit_RKV.reshape(*x_PNZ.shape[:2], *logit_RKV.shape[1:])
-            return decoded_brier(
-                logit_PNKV, target.tokens_PK, self.config.decoded_brier_temperature
-            )
+            temperature = self.config.decoded_brier_temperature
+            return decoded_brier(target.decode(x_PNZ), target.tokens_PK, temperature)
 
         if not self.config.decoded_brier_delay:
             return loss_P + weight * brier(x_PNZ)
