@@ -5,8 +5,8 @@
 `train` trains a tiny recipe and saves a checkpoint every 5 steps; at the end each step must be in metrics.jsonl once, and the same
 command must go on from the last checkpoint. `serve` answers sixteen clients, of whom every third closes its connection in the
 midst of a stream; the others must get a response, and always the same one to the same request. `prepare` prepares text again and
-again, while its workers are killed; each time it must write the same bytes. Every ten seconds the memory (RSS), open files and
-sockets, and processes of the command and all its children are counted. The table has the maximum of each in the first tenth of the
+again, while its workers are killed; each time it must write the same bytes. Every ten seconds, in runs of less than two minutes
+twelve times, the memory (RSS), open files and sockets, and processes of the command and all its children are counted. The table has the maximum of each in the first tenth of the
 time, in tenths around a quarter and a half of it, and in the last tenth. DIR gets soak.jsonl.
 """
 
@@ -46,7 +46,8 @@ _MINUTES = flags.DEFINE_float("minutes", 60, "minutes for each job", lower_bound
 _SEED = flags.DEFINE_integer("seed", 0, "seed of texts, requests and kills")
 _JOBS = flags.DEFINE_list("jobs", ["train", "serve", "prepare"], "what to run, one after the other")
 
-_EVERY = 10.0
+# Seconds from one count to the next. The few counts of a short run could all meet processes that have just started, so it has more.
+_EVERY, _COUNTS = 10.0, 12
 _CLIENTS = 16
 # Seconds that a resumed command may take, even on a busy machine.
 _PATIENCE = 3600
@@ -99,7 +100,7 @@ class _Soak:
             disturb()
             if time.monotonic() < following:
                 continue
-            following += _EVERY
+            following += min(_EVERY, 60 * _MINUTES.value / _COUNTS)
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.count(process)
 
