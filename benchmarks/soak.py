@@ -6,8 +6,9 @@
 command must go on from the last checkpoint. `serve` answers sixteen clients, of whom every third closes its connection in the
 midst of a stream; the others must get a response, and always the same one to the same request. `prepare` prepares text again and
 again, while its workers are killed; each time it must write the same bytes. Every ten seconds, in runs of less than two minutes
-twelve times, the memory (RSS), open files and sockets, and processes of the command and all its children are counted. The table has the maximum of each in the first tenth of the
-time, in tenths around a quarter and a half of it, and in the last tenth. DIR gets soak.jsonl.
+twelve times, the memory (RSS), open files and sockets, and processes of the command and all its children are counted. The table
+has the maximum of each in the first tenth of the time, in tenths around a quarter and a half of it, and in the last tenth. DIR
+gets soak.jsonl.
 """
 
 import collections
