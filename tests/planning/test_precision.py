@@ -21,7 +21,7 @@ RESULT = re.compile(r"^\s*(?:ROOT )?(%[\w.-]+) = \(?([a-z]+\d+)\[", re.M)
 # XLA calls a product of matrices a convolution on TPUs, and leaves it to a library on GPUs.
 PRODUCT = re.compile(r"= \(?([a-z]+\d+)\[.*? (?:convolution|dot|custom-call)\(([^)]*)\)")
 # In the names of operations: the frozen autoencoder, and the products of the energy score and the Brier loss.
-IN_FULL = re.compile(r"Autoencoder|PNZ,PMZ->PNM|PiKV,PjKV->PijK")
+IN_FULL = re.compile(r"Autoencoder|PNZ,PMZ->PNM|PKiV,PKjV->PKij|PKij,PKjV->PKiV")
 
 
 def gradients_of_both_stages(name: str) -> str:
