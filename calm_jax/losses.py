@@ -14,6 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from calm_jax.parallel.constraints import map_in_blocks
+from calm_jax.parallel.devices import target_device
+
+# The largest array of logits that `brier_of_draws` holds on a device, in elements: 512 MiB in float32. It holds a few of this size.
+_MAX_LOGITS = 2**27
+# The same on a CPU: 4 MiB, which stay in its cache from one pass over them to the next.
+_MAX_LOGITS_ON_CPU = 2**20
+# A block has at least so many rows of logits: for fewer, reading the decoder's table takes most of the time.
+_MIN_ROWS = 64
+
 # The longest n-gram of the Brier scores, which are computed for n = 1 to 4.
 ORDERS = 4
 
@@ -195,3 +205,38 @@ def decoded_brier(logit_PKNV: Array, tokens_PK: Array, temperature: float) -> Ar
         squares = jnp.where(is_pair_NN, equal, 0).sum((2, 3)) / (num_draws * (num_draws - 1))
         loss_P += (squares - 2 * right.mean(2)).mean(1)
     return loss_P
+
+
+def brier_of_draws(x_PNZ: Array, target: Target, temperature: float) -> Array:
+    """The decoded Brier loss of a head's draws, computed in blocks of positions.
+
+    The decoder's logits of all draws are N K V numbers a position, 16 MB for CALM-M. No position's loss depends on another
+    position, and the decoder is frozen. So a block's loss and its gradient are computed together in the forward pass, and
+    the backward pass only multiplies the gradient, which has the size of the draws; no logits are kept or computed twice.
+
+    Args:
+        x_PNZ: N >= 2 draws of latents at each position.
+        target: the next chunks. Its decoder gets no gradient.
+        temperature: as of `decoded_brier`.
+
+    Returns:
+        As `decoded_brier`. It has a first derivative, and no second.
+    """
+
+    def loss_and_gradient(part: tuple[Array, Array]) -> tuple[Array, Array]:
+        x_PNZ, tokens_PK = part
+
+        def summed(x_PNZ: Array) -> tuple[Array, Array]:
+            loss_P = decoded_brier(target.decode(x_PNZ), tokens_PK, temperature)
+            return loss_P.sum(), loss_P
+
+        (_, loss_P), gradient_PNZ = jax.value_and_grad(summed, has_aux=True)(x_PNZ)
+        return loss_P, gradient_PNZ
+
+    fixed_PNZ = jax.lax.stop_gradient(x_PNZ)
+    _, K, N, V = jax.eval_shape(target.decode, x_PNZ).shape
+    most = _MAX_LOGITS_ON_CPU if target_device().platform == "cpu" else _MAX_LOGITS
+    block = max(1, _MIN_ROWS // (K * N), most // (K * N * V))
+    loss_P, gradient_PNZ = map_in_blocks(loss_and_gradient, block, (fixed_PNZ, target.tokens_PK))
+    # The difference is zero, and its gradient is not.
+    return loss_P + (gradient_PNZ * (x_PNZ - fixed_PNZ)).sum((1, 2))

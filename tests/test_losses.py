@@ -11,8 +11,11 @@ import optax
 import pytest
 import scipy.special
 
+from calm_jax import losses
 from calm_jax.losses import (
     Posterior,
+    Target,
+    brier_of_draws,
     clamped_kl,
     cross_entropy,
     decoded_brier,
@@ -325,6 +328,35 @@ def test_a_certain_wrong_draw_has_a_gradient_only_at_a_high_temperature():
 
     assert size(1.0) < 1e-12
     assert size(10.0) > 1e-3
+
+
+@pytest.mark.parametrize("positions_at_once", [1, 3, 5, 7])
+def test_in_blocks_the_brier_loss_of_draws_and_its_gradient_are_the_same(
+    positions_at_once, monkeypatch
+):
+    P, K, N, Z, V = 7, 2, 3, 4, 5
+    monkeypatch.setattr(losses, "_MIN_ROWS", 1)
+    monkeypatch.setattr(losses, "_MAX_LOGITS_ON_CPU", positions_at_once * K * N * V + 1)
+    rng = np.random.default_rng(0)
+    kernel_ZKV, x_PNZ = rng.normal(size=(Z, K, V)), np.float32(rng.normal(size=(P, N, Z)))
+    tokens_PK, weight_P = rng.integers(0, V, (P, K)), rng.normal(size=P)
+    decoded = []
+
+    def decode(x_PNZ):
+        decoded.append(len(x_PNZ))
+        return jnp.einsum("PNZ,ZKV->PKNV", x_PNZ, kernel_ZKV)
+
+    def value_and_gradient(loss_of):
+        loss_P, pull = jax.vjp(loss_of, x_PNZ)
+        return loss_P, *pull(jnp.float32(weight_P))
+
+    target = Target(None, tokens_PK, decode, None)
+    ours = value_and_gradient(lambda x: brier_of_draws(x, target, 1.5))
+    # The last block may be smaller, so the others are as equal to it as they can be.
+    assert decoded[-1] == {1: 1, 3: 3, 5: 4, 7: 7}[positions_at_once]
+    theirs = value_and_gradient(lambda x: decoded_brier(decode(x), tokens_PK, 1.5))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_decoded_brier_is_proper():

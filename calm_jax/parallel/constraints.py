@@ -3,6 +3,7 @@ gathered to them."""
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,6 +48,46 @@ def _ways() -> int:
 def rows_per_device(rows: int) -> int:
     """The number of rows of a global batch on each device, rounded down, at least 1; all of them without a mesh."""
     return max(1, rows // _ways())
+
+
+def map_in_blocks(function: Callable[[Any], Any], block: int, tree: Any) -> Any:
+    """`function(tree)`, computed for at most `block` rows of each device at a time, so that it holds less memory.
+
+    Args:
+        function: maps arrays with R rows, their first axis, to arrays with R rows; what it does with a row depends on no other row.
+        block: at least 1.
+        tree: arrays with P rows. If P does not divide over the mesh, `block` counts the rows of all devices together.
+
+    Returns:
+        As `function(tree)`.
+    """
+    ways, (rows, *_) = _ways(), map(len, jax.tree.leaves(tree))
+    if rows % ways:
+        ways = 1
+    num_blocks = -(-rows // (ways * block))
+    if num_blocks == 1:
+        return function(tree)
+    block = -(-rows // (ways * num_blocks))
+    (axes,) = BATCH
+
+    def split(x: jax.Array) -> jax.Array:
+        x = x.reshape(ways, -1, *x.shape[1:])
+        # The last block is filled with zeros.
+        filling = [(0, 0), (0, num_blocks * block - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+        x = jax.numpy.pad(x, filling).reshape(ways, num_blocks, block, *x.shape[2:])
+        # Each block has rows of all devices, and all rows stay on their device.
+        x = x.swapaxes(0, 1).reshape(num_blocks, ways * block, *x.shape[3:])
+        return x if ways == 1 else jax.lax.with_sharding_constraint(x, PartitionSpec(None, axes))
+
+    def join(x: jax.Array) -> jax.Array:
+        x = x.reshape(num_blocks, ways, block, *x.shape[2:]).swapaxes(0, 1)
+        x = x.reshape(ways, num_blocks * block, *x.shape[3:])[:, : rows // ways]
+        return constrain(x.reshape(rows, *x.shape[2:]))
+
+    blocks = jax.lax.map(
+        lambda part: constrain(function(constrain(part))), jax.tree.map(split, tree)
+    )
+    return jax.tree.map(join, blocks)
 
 
 def constrain(tree: Any) -> Any:

@@ -18,7 +18,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError, require_at_least, require_positive
-from calm_jax.losses import Target, decoded_brier, energy_score
+from calm_jax.losses import Target, brier_of_draws, energy_score
 from calm_jax.models.layers import (
     gated_halves,
     layer_norm,
@@ -165,8 +165,7 @@ class EnergyHead(nn.Module):
             return loss_P
 
         def brier(x_PNZ: Array) -> Array:
-            temperature = self.config.decoded_brier_temperature
-            return decoded_brier(target.decode(x_PNZ), target.tokens_PK, temperature)
+            return brier_of_draws(x_PNZ, target, self.config.decoded_brier_temperature)
 
         if not self.config.decoded_brier_delay:
             return loss_P + weight * brier(x_PNZ)
