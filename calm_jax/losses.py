@@ -1,6 +1,6 @@
 """Loss functions: the autoencoder's cross-entropy and KL, and the two scores that train CALM's energy head.
 
-All are pure functions in float32 that return one value per position.
+All are functions in float32 that return one value per position.
 
 P positions, N draws of the model, M draws of the target, Z latent size, K tokens a chunk, V vocabulary.
 """
@@ -17,11 +17,12 @@ from jax import Array
 from calm_jax.parallel.constraints import map_in_blocks
 from calm_jax.parallel.devices import target_device
 
-# The largest array of logits that `brier_of_draws` holds on a device, in elements: 512 MiB in float32. It holds a few of this size.
-_MAX_LOGITS = 2**27
-# The same on a CPU: 4 MiB, which stay in its cache from one pass over them to the next.
-_MAX_LOGITS_ON_CPU = 2**20
-# A block has at least so many rows of logits: for fewer, reading the decoder's table takes most of the time.
+# The largest array of logits that a loss computes at once on an accelerator, in elements: 512 MiB in float32, a thirtieth of the
+# smallest one's memory.
+MAX_LOGITS = 2**27
+# 4 MiB of logits: they stay in a CPU's cache from one pass over them to the next.
+LOGITS_IN_CACHE = 2**20
+# For fewer rows of logits than about this, reading the decoder's table takes most of the time of a product.
 _MIN_ROWS = 64
 
 # The longest n-gram of the Brier scores, which are computed for n = 1 to 4.
@@ -208,35 +209,33 @@ def decoded_brier(logit_PKNV: Array, tokens_PK: Array, temperature: float) -> Ar
 
 
 def brier_of_draws(x_PNZ: Array, target: Target, temperature: float) -> Array:
-    """The decoded Brier loss of a head's draws, computed in blocks of positions.
+    """`decoded_brier` of a head's draws, which are decoded for one block of positions after the other.
 
-    The decoder's logits of all draws are N K V numbers a position, 16 MB for CALM-M. No position's loss depends on another
-    position, and the decoder is frozen. So a block's loss and its gradient are computed together in the forward pass, and
-    the backward pass only multiplies the gradient, which has the size of the draws; no logits are kept or computed twice.
+    The decoder's logits of all draws are N K V numbers a position: 16 MB for CALM-M, and 34 GB for one block of its text. No
+    position's loss depends on another position, and the decoder is frozen. So a block's loss and the gradient for its draws
+    are computed together in the forward pass, and the backward pass only multiplies this gradient, which has the size
+    of the draws. No logits are kept or computed twice.
 
     Args:
         x_PNZ: N >= 2 draws of latents at each position.
-        target: the next chunks. Its decoder gets no gradient.
+        target: the next chunks. Nothing in it gets a gradient.
         temperature: as of `decoded_brier`.
 
     Returns:
-        As `decoded_brier`. It has a first derivative, and no second.
+        As of `decoded_brier`. Where its gradient is not finite, it is NaN. Its second derivative is wrongly zero.
     """
 
-    def loss_and_gradient(part: tuple[Array, Array]) -> tuple[Array, Array]:
-        x_PNZ, tokens_PK = part
+    def loss_and_gradient(block: tuple[Array, Array]) -> tuple[Array, Array]:
+        draws_RNZ, tokens_RK = block
+        loss_R, pull = jax.vjp(
+            lambda x_RNZ: decoded_brier(target.decode(x_RNZ), tokens_RK, temperature), draws_RNZ
+        )
+        return loss_R, *pull(jnp.ones_like(loss_R))
 
-        def summed(x_PNZ: Array) -> tuple[Array, Array]:
-            loss_P = decoded_brier(target.decode(x_PNZ), tokens_PK, temperature)
-            return loss_P.sum(), loss_P
-
-        (_, loss_P), gradient_PNZ = jax.value_and_grad(summed, has_aux=True)(x_PNZ)
-        return loss_P, gradient_PNZ
-
-    fixed_PNZ = jax.lax.stop_gradient(x_PNZ)
     _, K, N, V = jax.eval_shape(target.decode, x_PNZ).shape
-    most = _MAX_LOGITS_ON_CPU if target_device().platform == "cpu" else _MAX_LOGITS
-    block = max(1, _MIN_ROWS // (K * N), most // (K * N * V))
+    most = LOGITS_IN_CACHE if target_device().platform == "cpu" else MAX_LOGITS
+    block = max(-(-_MIN_ROWS // (K * N)), most // (K * N * V))
+    fixed_PNZ = jax.lax.stop_gradient(x_PNZ)
     loss_P, gradient_PNZ = map_in_blocks(loss_and_gradient, block, (fixed_PNZ, target.tokens_PK))
-    # The difference is zero, and its gradient is not.
+    # Adds zero, whose derivative is the gradient computed above.
     return loss_P + (gradient_PNZ * (x_PNZ - fixed_PNZ)).sum((1, 2))

@@ -330,13 +330,24 @@ def test_a_certain_wrong_draw_has_a_gradient_only_at_a_high_temperature():
     assert size(10.0) > 1e-3
 
 
-@pytest.mark.parametrize("positions_at_once", [1, 3, 5, 7])
+@pytest.mark.parametrize(
+    "K, most, min_rows, size",
+    [
+        # Positions in a block, by the number of logits: 7 positions are 7, 3 and 2 blocks of equal size, and one.
+        (2, 1, 1, 1),
+        (2, 3, 1, 3),
+        (5, 5, 1, 4),
+        (1, 7, 1, 7),
+        # By the number of rows, K N of them a position.
+        (2, 1, 13, 3),
+    ],
+)
 def test_in_blocks_the_brier_loss_of_draws_and_its_gradient_are_the_same(
-    positions_at_once, monkeypatch
+    K, most, min_rows, size, monkeypatch
 ):
-    P, K, N, Z, V = 7, 2, 3, 4, 5
-    monkeypatch.setattr(losses, "_MIN_ROWS", 1)
-    monkeypatch.setattr(losses, "_MAX_LOGITS_ON_CPU", positions_at_once * K * N * V + 1)
+    P, N, Z, V = 7, 3, 4, 5
+    monkeypatch.setattr(losses, "_MIN_ROWS", min_rows)
+    monkeypatch.setattr(losses, "LOGITS_IN_CACHE", most * K * N * V + 1)
     rng = np.random.default_rng(0)
     kernel_ZKV, x_PNZ = rng.normal(size=(Z, K, V)), np.float32(rng.normal(size=(P, N, Z)))
     tokens_PK, weight_P = rng.integers(0, V, (P, K)), rng.normal(size=P)
@@ -352,8 +363,7 @@ def test_in_blocks_the_brier_loss_of_draws_and_its_gradient_are_the_same(
 
     target = Target(None, tokens_PK, decode, None)
     ours = value_and_gradient(lambda x: brier_of_draws(x, target, 1.5))
-    # The last block may be smaller, so the others are as equal to it as they can be.
-    assert decoded[-1] == {1: 1, 3: 3, 5: 4, 7: 7}[positions_at_once]
+    assert decoded[-1] == size
     theirs = value_and_gradient(lambda x: decoded_brier(decode(x), tokens_PK, 1.5))
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -20,15 +20,11 @@ from calm_jax.parallel.constraints import (
 )
 from calm_jax.parallel.devices import target_device
 
-# The largest array of logits that the loss holds on a device, in elements: 512 MiB in float32, a thirtieth of the smallest
-# accelerator's memory. The arithmetic in `cross_entropy` says why it is not smaller.
-MAX_LOGITS = 2**27
-# The same on a CPU: 32 MiB, which mostly stay in its cache. Computing these logits twice takes no longer than writing all
-# logits to memory and reading them again (docs/benchmarks.md).
+# The largest array of logits that the loss holds on a CPU, in elements: 32 MiB, which mostly stay in its cache. Computing these
+# logits twice takes no longer than writing all logits to memory and reading them again (docs/benchmarks.md). With at most
+# `_FEW_FEATURES` features it takes little time, and `losses.LOGITS_IN_CACHE` counts.
 _MAX_LOGITS_ON_CPU = 2**23
-# The same on a CPU for at most so many features, with which computing logits twice takes little time: 4 MiB, which stay in the
-# cache from one pass over them to the next.
-_FEW_FEATURES, _MAX_LOGITS_OF_FEW = 128, 2**20
+_FEW_FEATURES = 128
 # The number of tokens in a block of the vocabulary is a multiple of this, the tile size of accelerators.
 _TILE = 128
 
@@ -61,14 +57,26 @@ def argmax(logit_RV: Array) -> Array:
 
 
 def max_logits(features: int) -> int:
-    """The largest array of logits that `cross_entropy` holds on the target device, in elements, for features of this size."""
+    """The largest array of logits that `cross_entropy` should hold on the target device, in elements, for features of this size.
+
+    The arithmetic in `cross_entropy` says why it is not smaller on accelerators.
+    """
     if target_device().platform != "cpu":
-        return MAX_LOGITS
-    return _MAX_LOGITS_OF_FEW if features <= _FEW_FEATURES else _MAX_LOGITS_ON_CPU
+        return losses.MAX_LOGITS
+    return losses.LOGITS_IN_CACHE if features <= _FEW_FEATURES else _MAX_LOGITS_ON_CPU
 
 
 def block_size(positions: int, vocab_size: int, most: int) -> int:
-    """How many tokens of the vocabulary have at most `most` logits for `positions` positions; a multiple of `_TILE`, or V if all have."""
+    """The number of tokens in a block of the vocabulary, so that a block has at most `most` logits.
+
+    Args:
+        positions: per device.
+        vocab_size: V.
+        most: from `max_logits`.
+
+    Returns:
+        V, or a multiple of `_TILE`; `_TILE` if no number of tokens has so few logits.
+    """
     block = max(_TILE, most // positions // _TILE * _TILE)
     if block >= vocab_size:
         return vocab_size
@@ -80,9 +88,9 @@ def block_size(positions: int, vocab_size: int, most: int) -> int:
 def cross_entropy(x: Array, table_VD: Array, target: Array) -> Array:
     """The cross-entropy of `logits(x, table_VD)`, computed in blocks of the vocabulary where the logits are large.
 
-    Logits are large if a device would hold more than `max_logits` of them. The blocks are then
-    processed one after the other, each for all positions. The forward pass keeps the log-sum-exp of each position; the backward pass computes
-    each block's logits again. The gradient of a block's rows of the table is complete when the block is, so that the loop
+    Logits are large if a device would hold more than `max_logits` of them. The blocks are then processed one after the other,
+    each for all positions. The forward pass keeps the log-sum-exp of each position; the backward pass computes each block's
+    logits again. The gradient of a block's rows of the table is complete when the block is, so that the loop
     carries no [V, D] sum, and on a mesh each row's gradient is summed over the devices once. The loop carries only the
     [P, D] gradient of x.
 

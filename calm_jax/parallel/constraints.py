@@ -50,44 +50,44 @@ def rows_per_device(rows: int) -> int:
     return max(1, rows // _ways())
 
 
-def map_in_blocks(function: Callable[[Any], Any], block: int, tree: Any) -> Any:
-    """`function(tree)`, computed for at most `block` rows of each device at a time, so that it holds less memory.
+def map_in_blocks(function: Callable[[Any], Any], most: int, tree: Any) -> Any:
+    """`function(tree)`, computed for one block of rows after the other, so that its memory is that of one block.
 
     Args:
-        function: maps arrays with R rows, their first axis, to arrays with R rows; what it does with a row depends on no other row.
-        block: at least 1.
-        tree: arrays with P rows. If P does not divide over the mesh, `block` counts the rows of all devices together.
+        function: maps arrays with R rows, their first axis, to arrays with R rows; what it does with a row depends on no other
+            row. It is also called with rows of zeros, which fill the last block, and whose results are dropped.
+        most: the number of rows of a block on each device, at least 1. Blocks are of equal size, which may be smaller.
+        tree: arrays with P >= 1 rows. If P does not divide over the mesh, `most` counts the rows of all devices together.
 
     Returns:
         As `function(tree)`.
     """
-    ways, (rows, *_) = _ways(), map(len, jax.tree.leaves(tree))
+    ways = _ways()
+    rows = len(jax.tree.leaves(tree)[0])
     if rows % ways:
         ways = 1
-    num_blocks = -(-rows // (ways * block))
+    num_blocks = -(-rows // (ways * most))
     if num_blocks == 1:
         return function(tree)
-    block = -(-rows // (ways * num_blocks))
-    (axes,) = BATCH
+    size = -(-rows // (ways * num_blocks))
 
     def split(x: jax.Array) -> jax.Array:
         x = x.reshape(ways, -1, *x.shape[1:])
-        # The last block is filled with zeros.
-        filling = [(0, 0), (0, num_blocks * block - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-        x = jax.numpy.pad(x, filling).reshape(ways, num_blocks, block, *x.shape[2:])
+        filling = [(0, 0), (0, num_blocks * size - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+        x = jax.numpy.pad(x, filling).reshape(ways, num_blocks, size, *x.shape[2:])
         # Each block has rows of all devices, and all rows stay on their device.
-        x = x.swapaxes(0, 1).reshape(num_blocks, ways * block, *x.shape[3:])
-        return x if ways == 1 else jax.lax.with_sharding_constraint(x, PartitionSpec(None, axes))
+        x = x.swapaxes(0, 1).reshape(num_blocks, ways * size, *x.shape[3:])
+        return x if ways == 1 else jax.lax.with_sharding_constraint(x, PartitionSpec(None, *BATCH))
 
     def join(x: jax.Array) -> jax.Array:
-        x = x.reshape(num_blocks, ways, block, *x.shape[2:]).swapaxes(0, 1)
-        x = x.reshape(ways, num_blocks * block, *x.shape[3:])[:, : rows // ways]
+        x = x.reshape(num_blocks, ways, size, *x.shape[2:]).swapaxes(0, 1)
+        x = x.reshape(ways, num_blocks * size, *x.shape[3:])[:, : rows // ways]
         return constrain(x.reshape(rows, *x.shape[2:]))
 
-    blocks = jax.lax.map(
-        lambda part: constrain(function(constrain(part))), jax.tree.map(split, tree)
+    blocks = jax.tree.map(split, tree)
+    return jax.tree.map(
+        join, jax.lax.map(lambda block: constrain(function(constrain(block))), blocks)
     )
-    return jax.tree.map(join, blocks)
 
 
 def constrain(tree: Any) -> Any:

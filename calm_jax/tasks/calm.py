@@ -13,7 +13,7 @@ from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM
 from calm_jax.models.kv_cache import SegmentIds
 from calm_jax.models.stack import Stacks
-from calm_jax.parallel.constraints import gathered_kernel, rows_per_device
+from calm_jax.parallel.constraints import gathered, rows_per_device
 from calm_jax.rng import named
 from calm_jax.sampling.chunk_model import ChunkModel, at_once
 from calm_jax.tasks import latents
@@ -91,8 +91,9 @@ class CalmTask:
         self, frozen: Params, posterior: Posterior, tokens_PK: Array, step: Array | None
     ) -> Target:
         """The target of the head's loss for chunks of true tokens [P, K]; `step` is None in evaluation."""
-        # The loss decodes in a loop over positions, which would gather the decoder in each iteration.
-        whole = jax.tree.map(gathered_kernel, frozen)
+        # Gathered here, because the loss decodes in a loop over positions, each iteration of which would gather the decoder. What
+        # no loss decodes with is not gathered: the compiler removes it.
+        whole = jax.tree.map(gathered, frozen)
 
         def decode(latent_PNZ: Array) -> Array:
             return self._frozen(whole, "decode_draws", latent_PNZ)

@@ -65,7 +65,7 @@ def test_the_energy_heads_loss_is_the_energy_score_plus_the_weighted_brier_loss_
     tokens_PK = np.random.default_rng(3).integers(0, 6, (5, 3))
 
     def decode(latent_PNZ):
-        logit_PNKV = jnp.tanh(latent_PNZ @ normal(4, 18, seed=4)).reshape(5, 8, 3, 6)
+        logit_PNKV = jnp.tanh(latent_PNZ @ normal(4, 18, seed=4)).reshape(-1, 8, 3, 6)
         return logit_PNKV.swapaxes(1, 2)
 
     def loss(weight, step):

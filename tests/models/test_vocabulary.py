@@ -1,5 +1,7 @@
 """The loss over the vocabulary in blocks equals the one over all of it, and never holds all logits."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,6 +133,18 @@ def products_in(jaxpr):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 yield from products_in(inner)
+
+
+@pytest.mark.parametrize(
+    "platform, features, most",
+    [("cpu", 128, 2**20), ("cpu", 129, 2**23), ("tpu", 128, 2**27), ("cuda", 512, 2**27)],
+)
+def test_the_largest_logits_depend_on_the_device_and_the_features(
+    platform, features, most, monkeypatch
+):
+    device = types.SimpleNamespace(platform=platform)
+    monkeypatch.setattr(vocabulary, "target_device", lambda: device)
+    assert vocabulary.max_logits(features) == most
 
 
 @pytest.mark.parametrize(
