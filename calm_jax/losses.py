@@ -20,8 +20,8 @@ from calm_jax.parallel.devices import target_device
 # The largest array of logits that a loss computes at once on an accelerator, in elements: 512 MiB in float32, a thirtieth of the
 # smallest one's memory.
 MAX_LOGITS = 2**27
-# 4 MiB of logits: they stay in a CPU's cache from one pass over them to the next.
-LOGITS_IN_CACHE = 2**20
+# The largest array of logits of `brier_of_draws` on a CPU: 4 MiB.
+_MAX_LOGITS_ON_CPU = 2**20
 # For fewer rows of logits than about this, reading the decoder's table takes most of the time of a product.
 _MIN_ROWS = 64
 
@@ -233,7 +233,7 @@ def brier_of_draws(x_PNZ: Array, target: Target, temperature: float) -> Array:
         return loss_R, *pull(jnp.ones_like(loss_R))
 
     _, K, N, V = jax.eval_shape(target.decode, x_PNZ).shape
-    most = LOGITS_IN_CACHE if target_device().platform == "cpu" else MAX_LOGITS
+    most = _MAX_LOGITS_ON_CPU if target_device().platform == "cpu" else MAX_LOGITS
     block = max(-(-_MIN_ROWS // (K * N)), most // (K * N * V))
     fixed_PNZ = jax.lax.stop_gradient(x_PNZ)
     loss_P, gradient_PNZ = map_in_blocks(loss_and_gradient, block, (fixed_PNZ, target.tokens_PK))

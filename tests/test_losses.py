@@ -347,7 +347,7 @@ def test_in_blocks_the_brier_loss_of_draws_and_its_gradient_are_the_same(
 ):
     P, N, Z, V = 7, 3, 4, 5
     monkeypatch.setattr(losses, "_MIN_ROWS", min_rows)
-    monkeypatch.setattr(losses, "LOGITS_IN_CACHE", most * K * N * V + 1)
+    monkeypatch.setattr(losses, "_MAX_LOGITS_ON_CPU", most * K * N * V + 1)
     rng = np.random.default_rng(0)
     kernel_ZKV, x_PNZ = rng.normal(size=(Z, K, V)), np.float32(rng.normal(size=(P, N, Z)))
     tokens_PK, weight_P = rng.integers(0, V, (P, K)), rng.normal(size=P)

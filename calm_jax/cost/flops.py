@@ -8,7 +8,6 @@ import enum
 import itertools
 import math
 
-from calm_jax import losses
 from calm_jax.config import Config
 from calm_jax.models import vocabulary
 from calm_jax.models.autoencoder import AutoencoderConfig
@@ -202,7 +201,7 @@ def recomputed(config: Config, stage: str, vocab_size: int, num_shards: int) -> 
     section = getattr(config, stage)
     tokens = section.training.batch_size * section.data.block_tokens
     positions = max(1, tokens // (section.training.accumulation_steps * num_shards))
-    in_blocks = vocabulary.block_size(positions, vocab_size, losses.MAX_LOGITS) < vocab_size
+    in_blocks = vocabulary.block_size(positions, vocab_size, on_cpu=False) < vocab_size
     if stage == "autoencoder":
         return _linear(config.autoencoder.model.hidden_size, vocab_size) if in_blocks else 0.0
     again = 0.0

@@ -20,11 +20,12 @@ from calm_jax.parallel.constraints import (
 )
 from calm_jax.parallel.devices import target_device
 
-# The largest array of logits that the loss holds on a CPU, in elements: 32 MiB, which mostly stay in its cache. Computing these
-# logits twice takes no longer than writing all logits to memory and reading them again (docs/benchmarks.md). With at most
-# `_FEW_FEATURES` features it takes little time, and `losses.LOGITS_IN_CACHE` counts.
+# The largest array of logits that the loss holds on a device, in elements. The arithmetic in `cross_entropy` says why it is not
+# smaller.
+_MAX_LOGITS = losses.MAX_LOGITS
+# The same on a CPU: 32 MiB, which mostly stay in its cache. Computing these logits twice takes no longer than writing all
+# logits to memory and reading them again (docs/benchmarks.md).
 _MAX_LOGITS_ON_CPU = 2**23
-_FEW_FEATURES = 128
 # The number of tokens in a block of the vocabulary is a multiple of this, the tile size of accelerators.
 _TILE = 128
 
@@ -56,27 +57,9 @@ def argmax(logit_RV: Array) -> Array:
     return jnp.where(is_largest_RV, jnp.arange(last + 1, dtype=jnp.int32), last).min(-1)
 
 
-def max_logits(features: int) -> int:
-    """The largest array of logits that `cross_entropy` should hold on the target device, in elements, for features of this size.
-
-    The arithmetic in `cross_entropy` says why it is not smaller on accelerators.
-    """
-    if target_device().platform != "cpu":
-        return losses.MAX_LOGITS
-    return losses.LOGITS_IN_CACHE if features <= _FEW_FEATURES else _MAX_LOGITS_ON_CPU
-
-
-def block_size(positions: int, vocab_size: int, most: int) -> int:
-    """The number of tokens in a block of the vocabulary, so that a block has at most `most` logits.
-
-    Args:
-        positions: per device.
-        vocab_size: V.
-        most: from `max_logits`.
-
-    Returns:
-        V, or a multiple of `_TILE`; `_TILE` if no number of tokens has so few logits.
-    """
+def block_size(positions: int, vocab_size: int, on_cpu: bool) -> int:
+    """How many tokens of the vocabulary `cross_entropy` processes at once for `positions` positions per device; at most V."""
+    most = _MAX_LOGITS_ON_CPU if on_cpu else _MAX_LOGITS
     block = max(_TILE, most // positions // _TILE * _TILE)
     if block >= vocab_size:
         return vocab_size
@@ -88,9 +71,9 @@ def block_size(positions: int, vocab_size: int, most: int) -> int:
 def cross_entropy(x: Array, table_VD: Array, target: Array) -> Array:
     """The cross-entropy of `logits(x, table_VD)`, computed in blocks of the vocabulary where the logits are large.
 
-    Logits are large if a device would hold more than `max_logits` of them. The blocks are then processed one after the other,
-    each for all positions. The forward pass keeps the log-sum-exp of each position; the backward pass computes each block's
-    logits again. The gradient of a block's rows of the table is complete when the block is, so that the loop
+    Logits are large if a device would hold more than `_MAX_LOGITS` of them, or a CPU `_MAX_LOGITS_ON_CPU`. The blocks are then
+    processed one after the other, each for all positions. The forward pass keeps the log-sum-exp of each position; the backward pass computes
+    each block's logits again. The gradient of a block's rows of the table is complete when the block is, so that the loop
     carries no [V, D] sum, and on a mesh each row's gradient is summed over the devices once. The loop carries only the
     [P, D] gradient of x.
 
@@ -110,7 +93,8 @@ def cross_entropy(x: Array, table_VD: Array, target: Array) -> Array:
         The cross-entropy of each position in nats, float32 [...].
     """
     vocab_size = len(table_VD)
-    block = block_size(rows_per_device(target.size), vocab_size, max_logits(x.shape[-1]))
+    on_cpu = target_device().platform == "cpu"
+    block = block_size(rows_per_device(target.size), vocab_size, on_cpu)
     if block == vocab_size:
         table_VD = gathered_in(x.dtype, table_VD)
         return losses.cross_entropy(logits(x, table_VD), target)

@@ -1,7 +1,5 @@
 """The loss over the vocabulary in blocks equals the one over all of it, and never holds all logits."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,8 +49,8 @@ def by_hand(x_PD, table_VD, target_P, weight_P):
 
 @pytest.fixture(params=[128, 256])
 def block(request, monkeypatch):
-    monkeypatch.setattr(vocabulary, "max_logits", lambda features: request.param * P)
-    assert vocabulary.block_size(P, V, request.param * P) == request.param
+    monkeypatch.setattr(vocabulary, "_MAX_LOGITS_ON_CPU", request.param * P)
+    assert vocabulary.block_size(P, V, on_cpu=True) == request.param
     return request.param
 
 
@@ -77,7 +75,7 @@ def test_loss_and_gradients_in_blocks_are_those_of_all_logits(block, scale):
 
 def test_blocks_that_need_no_filling(monkeypatch):
     """256 tokens in two blocks, with targets at their ends."""
-    monkeypatch.setattr(vocabulary, "max_logits", lambda features: 128 * P)
+    monkeypatch.setattr(vocabulary, "_MAX_LOGITS_ON_CPU", 128 * P)
     x_PD, table_VD, target_P, weight_P = case()
     target_P = np.minimum(target_P, 255)
     target_P[3:7] = 0, 127, 128, 255
@@ -89,7 +87,7 @@ def test_blocks_that_need_no_filling(monkeypatch):
 
 def test_one_block_is_the_cross_entropy_of_all_logits():
     arguments = case()
-    assert vocabulary.block_size(P, V, vocabulary.max_logits(D)) == V
+    assert vocabulary.block_size(P, V, on_cpu=True) == V
     for a, b in zip(jax.jit(program())(*arguments), by_hand(*arguments), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
 
@@ -136,29 +134,18 @@ def products_in(jaxpr):
 
 
 @pytest.mark.parametrize(
-    "platform, features, most",
-    [("cpu", 128, 2**20), ("cpu", 129, 2**23), ("tpu", 128, 2**27), ("cuda", 512, 2**27)],
-)
-def test_the_largest_logits_depend_on_the_device_and_the_features(
-    platform, features, most, monkeypatch
-):
-    device = types.SimpleNamespace(platform=platform)
-    monkeypatch.setattr(vocabulary, "target_device", lambda: device)
-    assert vocabulary.max_logits(features) == most
-
-
-@pytest.mark.parametrize(
-    "positions, vocab_size, most, size",
+    "positions, vocab_size, on_cpu, size",
     [
-        # Stage 1 of CALM-M on 8 devices; a position alone; more positions than fit.
-        (65_536, 128_257, 2**27, 2048),
-        (1, 128_257, 2**27, 128_257),
-        (2**22, 128_257, 2**27, 128),
-        # Half of the vocabulary; all of it.
-        (4096, 4096, 2**23, 2048),
-        (1024, 512, 2**20, 512),
+        # Stage 1 of the quickstart with K = 4, all at once; of CALM-M on 8 devices; a position alone; more positions than fit.
+        (1024, 512, False, 512),
+        (1024, 512, True, 512),
+        (65_536, 128_257, False, 2048),
+        (4096, 4096, True, 2048),
+        (1, 128_257, False, 128_257),
+        (2**22, 128_257, False, 128),
     ],
 )
-def test_a_block_is_as_large_as_the_memory_for_logits_allows(positions, vocab_size, most, size):
-    assert vocabulary.block_size(positions, vocab_size, most) == size
+def test_a_block_is_as_large_as_the_memory_for_logits_allows(positions, vocab_size, on_cpu, size):
+    assert vocabulary.block_size(positions, vocab_size, on_cpu) == size
+    most = vocabulary._MAX_LOGITS_ON_CPU if on_cpu else vocabulary._MAX_LOGITS
     assert size in (128, vocab_size) or size * positions <= most

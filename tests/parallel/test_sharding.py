@@ -114,7 +114,7 @@ table_VD = np.float32(rng.normal(size=({VOCABULARY}, {WIDTH})))
 target_BT = np.int32(rng.integers(-1, {VOCABULARY}, (8, 6)))
 weight_BT = np.float32(rng.normal(size=(8, 6)))
 # Blocks of 256 tokens of the vocabulary, with any number of devices.
-vocabulary.block_size = lambda positions, vocab_size, most: 256
+vocabulary.block_size = lambda positions, vocab_size, on_cpu: 256
 
 
 def both(x_BTD, table_VD, target_BT, weight_BT):

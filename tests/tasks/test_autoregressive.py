@@ -136,9 +136,9 @@ def test_the_first_token_is_no_target():
 def test_the_task_loss_does_not_depend_on_how_many_logits_are_stored_at_once(monkeypatch):
     batch = batch_of()
     whole = loss_of(batch)
-    monkeypatch.setattr(vocabulary, "max_logits", lambda features: 1)
+    monkeypatch.setattr(vocabulary, "_MAX_LOGITS_ON_CPU", 1)
     monkeypatch.setattr(vocabulary, "_TILE", 4)
-    assert vocabulary.block_size(18, V, 1) == 4
+    assert vocabulary.block_size(18, V, on_cpu=True) == 4
     in_blocks = jax.jit(lambda p: ar_task().loss(p, {}, batch, keys(3), 0))(random_params())["loss"]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), in_blocks, whole)
 

@@ -112,9 +112,9 @@ def run_steps(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["autoencoder", "lm,all_losses"])
 def test_gradient_accumulation_equals_the_whole_batch(name, monkeypatch):
-    """Also with unequal weights of the microbatches, which masked chunks cause, and with losses in blocks."""
+    """Also with unequal weights of the microbatches, which masked chunks cause, and with the decoded Brier loss in blocks."""
     states, whole = run_steps(name, 7)
-    monkeypatch.setattr(losses, "LOGITS_IN_CACHE", 2**13)
+    monkeypatch.setattr(losses, "_MAX_LOGITS_ON_CPU", 2**13)
     monkeypatch.setattr(losses, "_MIN_ROWS", 1)
     _, accumulated = run_steps(name, 7, initial=states[0], accumulation_steps=4)
     for one, other in zip(whole, accumulated, strict=True):
@@ -129,8 +129,8 @@ import numpy as np
 from calm_jax import losses
 from tests.training.test_loop import MESHES, ON_MESHES, first_moments, run_steps
 assert len(jax.devices()) == 8
-# Losses go over their logits in blocks: of 128 tokens of the vocabulary, and of at most three positions of each device.
-losses.LOGITS_IN_CACHE, losses._MIN_ROWS = 2**14, 1
+# The decoded Brier loss is computed for at most three positions of each device at a time.
+losses._MAX_LOGITS_ON_CPU, losses._MIN_ROWS = 2**14, 1
 by_name = {}
 for name in ON_MESHES:
     by_name[name], initial = [], None
