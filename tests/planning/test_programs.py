@@ -145,7 +145,7 @@ def test_the_brier_loss_in_blocks_gathers_the_decoder_once(monkeypatch):
     """XLA for GPUs leaves a gather that is written in a loop in the loop; that for CPUs, which other tests see, does not."""
     eight, (first, second) = topology.parse("h100:8"), both_tasks()
     # Some positions at a time.
-    monkeypatch.setattr(losses, "_MAX_LOGITS", 2**13)
+    monkeypatch.setattr(losses, "MAX_LOGITS", 2**13)
     key, rows, mesh = jax.random.key(0), 64, make_mesh(MeshConfig(1, 8, 1), eight.devices())
 
     def gradient(params, frozen, batch):
