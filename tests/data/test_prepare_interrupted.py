@@ -224,6 +224,16 @@ def test_a_task_whose_workers_keep_dying_ends_with_one_line(tmp_path, large):
 
 
 @pytest.mark.slow
+def test_what_a_worker_writes_to_stderr_goes_to_a_file(tmp_path, capfd):
+    """A worker ends with a traceback where the process that watches over it dies first."""
+    with Cluster(tmp_path, 1, "") as cluster:
+        cluster.client.run(lambda: print("a traceback", file=sys.stderr))
+        (log,) = tmp_path.rglob("stderr.log")
+        assert log.read_text() == "a traceback\n"
+    assert "a traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_killed_command_leaves_no_process_and_can_be_resumed(tmp_path, large):
     output = tmp_path / "out"
     command = start_large(large, output, 2)

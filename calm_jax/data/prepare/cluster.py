@@ -42,6 +42,7 @@ _WORKERS_TIMEOUT = 3600
 _LOOK_EVERY = 15
 # How often a call to all workers is tried at the start, if a worker dies during it.
 _ATTEMPTS = 5
+_WORKERS_LOG = "stderr.log"
 _GOES_ON = "finished work is kept; run the same command again to continue"
 
 
@@ -103,6 +104,16 @@ class Progress:
             self._bar.stop()
         else:
             print(f"{self._what}: {self._counted(now)}, {duration(now - self._began)}", flush=True)
+
+
+def dask_setup(worker: Any) -> None:
+    """Called by Dask as each process of this machine starts to work: what it writes to stderr goes to a file.
+
+    A worker that loses the process that watches over it ends with a traceback, beside the command's own line. The file
+    is in the folder of the workers' temporary files, and is removed with them.
+    """
+    log = pathlib.Path(worker.local_directory).parent / _WORKERS_LOG
+    sys.stderr = log.open("a", buffering=1)
 
 
 class Stopped(Exception):
@@ -202,6 +213,8 @@ class Cluster(contextlib.ExitStack):
                     dashboard_address="localhost:0",
                     local_directory=str(self._work / "dask"),
                     silence_logs=logging.CRITICAL,
+                    # Where Dask finds `dask_setup`.
+                    preload=[__name__],
                 )
         except (OSError, RuntimeError) as error:
             raise UserError(f"--workers={self._workers} could not be started ({error})") from error
