@@ -69,7 +69,7 @@ def make_lm_task(config: Config, tokenizer: Tokenizer | Vocabulary, protocol: Pr
         else None
     )
     model = CALM(body, head, token_predictor, tokenizer.vocab_size, tokenizer.pad_id, dtype)
-    return CalmTask(model, autoencoder, protocol)
+    return CalmTask(model, autoencoder, protocol, config.lm.token_prior_weight)
 
 
 def stage_of(

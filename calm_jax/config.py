@@ -55,16 +55,22 @@ class LmStage:
     model: TransformerConfig
     head: HeadConfig
     token_loss_weight: float
+    token_prior_weight: float
     data: BlockConfig
     optimizer: OptimizerConfig
     training: TrainingConfig
 
     def __post_init__(self):
-        require_at_least(0, self, "lm.", "token_loss_weight")
+        require_at_least(0, self, "lm.", "token_loss_weight", "token_prior_weight")
         if self.token_loss_weight and self.head.name not in LATENT_HEADS:
             raise UserError(
                 f"lm.token_loss_weight={self.token_loss_weight}: lm.head.name={self.head.name!r} predicts tokens itself, "
                 "give 0"
+            )
+        if self.token_prior_weight and not self.token_loss_weight:
+            raise UserError(
+                f"lm.token_prior_weight={self.token_prior_weight} needs the token predictor, which lm.token_loss_weight=0 leaves "
+                "out: give 0"
             )
 
 
@@ -195,6 +201,7 @@ _ADDED: dict[str, Any] = {
     "lm.head.decoded_brier_delay": 0,
     "lm.head.decoded_brier_temperature": 1.0,
     "lm.token_loss_weight": 0.0,
+    "lm.token_prior_weight": 0.0,
     "sample.shown_candidates": 0,
 }
 # Keys that older versions lacked, each with the key of the same section whose value it then takes.
@@ -338,6 +345,7 @@ MODEL_KEYS = (
     "lm.model.",
     "lm.head.",
     "lm.token_loss_weight",
+    "lm.token_prior_weight",
 )
 # Keys that decide what a run trains on. Other values would change a resumed run without an error, so training refuses
 # them; other commands accept them.

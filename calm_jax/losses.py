@@ -6,7 +6,7 @@ P positions, N draws of the model, M draws of the target, Z latent size, K token
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -46,13 +46,15 @@ class Target(NamedTuple):
     Attributes:
         posterior: the frozen autoencoder's, [P, Z].
         tokens_PK: their tokens.
-        decode: the frozen autoencoder's decoder, latents of N draws [P, N, Z] -> logits [P, K, N, V].
+        decode: `(latent_PNZ, context) -> logits [P, K, N, V]`, the decoder of N draws.
+        context: what `decode` needs besides the draws, a tree of arrays [P, ...].
         step: number of updates so far, int32; None in evaluation, where losses leave out terms that only help training.
     """
 
     posterior: Posterior
     tokens_PK: Array
-    decode: Callable[[Array], Array]
+    decode: Callable[[Array, Any], Array]
+    context: Any
     step: Array | None
 
 
@@ -212,7 +214,7 @@ def brier_of_draws(x_PNZ: Array, target: Target, temperature: float) -> Array:
     """`decoded_brier` of a head's draws, which are decoded for one block of positions after the other.
 
     The decoder's logits of all draws are N K V numbers a position: 16 MB for CALM-M, and 34 GB for one block of its text. No
-    position's loss depends on another position, and the decoder is frozen. So a block's loss and the gradient for its draws
+    position's loss depends on another position, and only the draws get a gradient. So a block's loss and the gradient for its draws
     are computed together in the forward pass, and the backward pass only multiplies this gradient, which has the size
     of the draws. No logits are kept or computed twice.
 
@@ -225,17 +227,21 @@ def brier_of_draws(x_PNZ: Array, target: Target, temperature: float) -> Array:
         As of `decoded_brier`. Where its gradient is not finite, it is NaN. Its second derivative is wrongly zero.
     """
 
-    def loss_and_gradient(block: tuple[Array, Array]) -> tuple[Array, Array]:
-        draws_RNZ, tokens_RK = block
-        loss_R, pull = jax.vjp(
-            lambda x_RNZ: decoded_brier(target.decode(x_RNZ), tokens_RK, temperature), draws_RNZ
-        )
+    def loss_and_gradient(block: tuple[Array, Array, Any]) -> tuple[Array, Array]:
+        draws_RNZ, tokens_RK, context = block
+
+        def loss_of(x_RNZ: Array) -> Array:
+            return decoded_brier(target.decode(x_RNZ, context), tokens_RK, temperature)
+
+        loss_R, pull = jax.vjp(loss_of, draws_RNZ)
         return loss_R, *pull(jnp.ones_like(loss_R))
 
-    _, K, N, V = jax.eval_shape(target.decode, x_PNZ).shape
+    context = jax.lax.stop_gradient(target.context)
+    _, K, N, V = jax.eval_shape(target.decode, x_PNZ, context).shape
     most = _MAX_LOGITS_ON_CPU if target_device().platform == "cpu" else MAX_LOGITS
     block = max(-(-_MIN_ROWS // (K * N)), most // (K * N * V))
     fixed_PNZ = jax.lax.stop_gradient(x_PNZ)
-    loss_P, gradient_PNZ = map_in_blocks(loss_and_gradient, block, (fixed_PNZ, target.tokens_PK))
+    blocks = fixed_PNZ, target.tokens_PK, context
+    loss_P, gradient_PNZ = map_in_blocks(loss_and_gradient, block, blocks)
     # Adds zero, whose derivative is the gradient computed above.
     return loss_P + (gradient_PNZ * (x_PNZ - fixed_PNZ)).sum((1, 2))

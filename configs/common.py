@@ -99,9 +99,13 @@ def get_config() -> ConfigDict:
     config.lm.model = _transformer()
     config.lm.head = _energy_head()
     # Weight of an auxiliary loss, which makes the backbone learn faster (docs/training.md): the cross-entropy of the next
-    # chunk's K tokens, each predicted from the hidden state by a small network that generation does not use (paper: 0). A run
+    # chunk's K tokens, each predicted from the hidden state by a small network, the token predictor (paper: 0). A run
     # cannot change it later, since the network has parameters. Not for a softmax head.
     config.lm.token_loss_weight = 0.0
+    # What the token predictor's logits are multiplied by before they are added to the decoder's, wherever draws of the head are
+    # decoded: in the decoded Brier loss, in scores and in generation (paper: 0). A small model then writes more words
+    # (docs/training.md). Needs the token loss.
+    config.lm.token_prior_weight = 0.0
     # Published: documents have no eos, and a chunk may contain the end of one document and the start of the next.
     config.lm.data = _blocks(8192, append_eos=False, align_documents_to_chunks=False)
     config.lm.optimizer = _optimizer()
@@ -366,7 +370,7 @@ def _set_head(config: ConfigDict, name: str) -> None:
             head.num_blocks = config.lm.head.num_blocks
         config.lm.head = head
     if name == "softmax":
-        config.lm.token_loss_weight = 0.0
+        config.lm.token_loss_weight = config.lm.token_prior_weight = 0.0
 
 
 def _set_chunk_size(config: ConfigDict, text: str) -> None:

@@ -56,6 +56,10 @@ def get_config(folder: str = "") -> ConfigDict:
         # At 1, answers that all draws decode wrongly for certain stay wrong (docs/training.md).
         config.lm.head.decoded_brier_temperature = 3.0
 
+    # The token predictor learns new answers in a few hundred steps, and the head needs several times as many (docs/training.md).
+    if config.lm.token_prior_weight:
+        config.lm.token_prior_weight = 8.0
+
     # All available devices, whatever mesh the model was trained on.
     config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, -1, 1
 

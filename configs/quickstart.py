@@ -89,6 +89,12 @@ def get_config(arguments: str = "") -> ConfigDict:
     # With less noise the energy head keeps its BrierLM, is right more often and needs one draw (docs/benchmarks.md).
     config.sample.temperature = 1.0
     if config.lm.head.name == "energy":
+        if config.chunk_size <= 2:
+            # Draws between two likely chunks then decode to likely tokens, not to rare ones: the model writes more words, at the
+            # same score (docs/training.md). The lower temperature makes the loss's probabilities more like the most likely token,
+            # which is what generation takes.
+            config.lm.token_prior_weight = 3.0
+            config.lm.head.decoded_brier_temperature = 0.5
         config.sample.sampler = "noise"
         config.sample.temperature = 0.5 if config.chunk_size <= 2 else 0.33
     return config

@@ -128,6 +128,11 @@ BAD = [
     ("lm.head.decoded_brier_weight", {"lm.head.decoded_brier_weight": -1.0}),
     ("lm.head.decoded_brier_delay", {"lm.head.decoded_brier_delay": -1}),
     ("lm.token_loss_weight", {"lm.token_loss_weight": -1.0}),
+    ("lm.token_prior_weight", {"lm.token_prior_weight": -1.0}),
+    (
+        "lm.token_prior_weight",
+        {"lm.token_prior_weight": 2.0, "lm.token_loss_weight": 0.0},
+    ),
     # Data.
     ("tokenizer.kind", {"tokenizer.kind": "gpt2"}),
     ("tokenizer.path", {"tokenizer.path": "x", "tokenizer.kind": "bytes"}),
@@ -262,7 +267,8 @@ def test_a_token_loss_is_refused_for_a_softmax_head():
 
 def test_a_config_of_an_older_version_has_the_values_that_stand_for_what_it_did(tmp_path):
     older = as_dict(resolve(tree_with({})))
-    del older["lm"]["token_loss_weight"], older["lm"]["model"]["rms_norm_epsilon"]
+    del older["lm"]["token_loss_weight"], older["lm"]["token_prior_weight"]
+    del older["lm"]["model"]["rms_norm_epsilon"]
     # There was one epsilon for both kinds of norms.
     older["lm"]["model"]["norm_epsilon"] = 1e-5
     for key in ("decoded_brier_weight", "decoded_brier_delay", "decoded_brier_temperature"):
@@ -270,6 +276,7 @@ def test_a_config_of_an_older_version_has_the_values_that_stand_for_what_it_did(
     config = resolve(older)
     assert config.lm.model.rms_norm_epsilon == config.lm.model.norm_epsilon == 1e-5
     assert config.lm.head.decoded_brier_weight == config.lm.token_loss_weight == 0
+    assert config.lm.token_prior_weight == 0
     assert config.lm.head.decoded_brier_temperature == 1
     # As a recipe it has the keys, so that flags can change them.
     (tmp_path / "config.json").write_text(json.dumps(older))

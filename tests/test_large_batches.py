@@ -70,7 +70,7 @@ def head_loss(h_PZ, eps_PMZ):
     params = jax.tree.map(
         lambda x: 0.3 * jnp.sin(jnp.arange(x.size) + 1.0).reshape(x.shape), shapes
     )
-    return head.apply(params, h_PZ, Target(posterior, None, None, None), key_P, method="loss")
+    return head.apply(params, h_PZ, Target(posterior, None, None, None, None), key_P, method="loss")
 
 
 def autoencoder_loss(h_PZ, eps_PMZ):

@@ -351,22 +351,27 @@ def test_in_blocks_the_brier_loss_of_draws_and_its_gradient_are_the_same(
     rng = np.random.default_rng(0)
     kernel_ZKV, x_PNZ = rng.normal(size=(Z, K, V)), np.float32(rng.normal(size=(P, N, Z)))
     tokens_PK, weight_P = rng.integers(0, V, (P, K)), rng.normal(size=P)
+    prior_PKV = np.float32(rng.normal(size=(P, K, V)))
     decoded = []
 
-    def decode(x_PNZ):
+    def decode(x_PNZ, prior_PKV):
         decoded.append(len(x_PNZ))
-        return jnp.einsum("PNZ,ZKV->PKNV", x_PNZ, kernel_ZKV)
+        return jnp.einsum("PNZ,ZKV->PKNV", x_PNZ, kernel_ZKV) + prior_PKV[:, :, None]
 
-    def value_and_gradient(loss_of):
-        loss_P, pull = jax.vjp(loss_of, x_PNZ)
+    def value_and_gradients(loss_of):
+        loss_P, pull = jax.vjp(loss_of, x_PNZ, prior_PKV)
         return loss_P, *pull(jnp.float32(weight_P))
 
-    target = Target(None, tokens_PK, decode, None)
-    ours = value_and_gradient(lambda x: brier_of_draws(x, target, 1.5))
+    def in_blocks(x_PNZ, prior_PKV):
+        return brier_of_draws(x_PNZ, Target(None, tokens_PK, decode, prior_PKV, None), 1.5)
+
+    *ours, of_prior = value_and_gradients(in_blocks)
     assert decoded[-1] == size
-    theirs = value_and_gradient(lambda x: decoded_brier(decode(x), tokens_PK, 1.5))
+    *theirs, _ = value_and_gradients(lambda x, b: decoded_brier(decode(x, b), tokens_PK, 1.5))
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    # Only the draws get a gradient.
+    assert not of_prior.any()
 
 
 def test_decoded_brier_is_proper():

@@ -22,7 +22,7 @@ def get_config(arguments: str) -> ConfigDict:
     config.lm.head.num_target_samples = 4
     # Small, so that compiling is fast: the paper's loss alone, but with the argument "all_losses".
     config.lm.head.decoded_brier_weight = config.lm.token_loss_weight = 0.0
-    config.lm.head.decoded_brier_delay = 0
+    config.lm.token_prior_weight, config.lm.head.decoded_brier_delay = 0.0, 0
     config.lm.data.block_tokens = 32
     config.autoencoder.data.block_tokens = 32
     for stage in (config.autoencoder, config.lm):
@@ -50,7 +50,7 @@ def get_config(arguments: str) -> ConfigDict:
     if changes == "all_losses":
         config.lm.head.decoded_brier_weight = 2.0
         config.lm.head.decoded_brier_delay = 5
-        config.lm.token_loss_weight = 0.5
+        config.lm.token_loss_weight, config.lm.token_prior_weight = 0.5, 2.0
         changes = ""
     common.variant(config, changes)
     config.autoencoder.model.latent_size = 2 * config.chunk_size

@@ -133,6 +133,17 @@ def _energy_score(config: Config) -> float:
     return 3.0 * Z * head.num_samples * (head.num_samples + head.num_target_samples)
 
 
+def _token_predictor(config: Config) -> float:
+    """The token predictor's features of one chunk, from which its logits are computed."""
+    D, K = config.lm.model.hidden_size, config.chunk_size
+    return _linear(D, 2 * D, K * D)
+
+
+def _token_logits(config: Config, vocab_size: int) -> float:
+    """The token predictor's logits of one chunk's K tokens."""
+    return config.chunk_size * _linear(config.lm.model.hidden_size, vocab_size)
+
+
 def _decoded_brier(config: Config, vocab_size: int) -> float:
     """The forward pass of the Brier loss of decoded draws, for one chunk; nearly all of it is decoding them."""
     head, K = config.lm.head, config.chunk_size
@@ -170,14 +181,17 @@ def lm_training(config: Config, vocab_size: int, count: Count) -> Flops:
         flops["backbone"] += 3 * chunk_embedding(D, K)
         flops["head"] = 3 * _head_loss(config, count)
         if config.lm.token_loss_weight:
-            predictor = _linear(D, 2 * D, K * D) + K * _linear(D, vocab_size)
-            flops["token predictor"] = 3 * predictor
+            logits = _token_logits(config, vocab_size)
+            flops["token predictor"] = 3 * (_token_predictor(config) + logits)
         # The encoder is frozen: OURS has no backward pass through it.
         flops["encoder"] = (3 if count is Count.PAPER else 1) * encoder(config.autoencoder.model, K)
         if count is Count.OURS:
             flops["energy score"] = 3 * _energy_score(config)
             # The decoder is frozen: its backward pass has the gradient of its input alone.
             brier = 2 * _decoded_brier(config, vocab_size)
+            if brier and config.lm.token_prior_weight:
+                # The token predictor's logits, which get no gradient here.
+                brier += _token_logits(config, vocab_size)
             if brier:
                 flops["decoded Brier loss"] = brier
     return {name: share * part for name, part in flops.items()}
@@ -233,4 +247,7 @@ def inference(
     flops["backbone"] += chunk_embedding(D, K) / K
     flops["head"] = head_draws(config, draws, count) / K
     flops["decoder"] = decoded * decoder(config.autoencoder.model, K, vocab_size) / K
+    if config.lm.token_prior_weight:
+        prior = _token_predictor(config) + decoded * _token_logits(config, vocab_size)
+        flops["token predictor"] = prior / K
     return flops

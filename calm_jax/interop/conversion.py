@@ -109,7 +109,7 @@ def _recipe(
             for key in above:
                 parent = parent[key]
             parent[last] = ConfigDict(dataclasses.asdict(section))
-    base.lm.token_loss_weight = 0.0
+    base.lm.token_loss_weight = base.lm.token_prior_weight = 0.0
     # The positions of a published model count chunks.
     if context_chunks:
         base.lm.data.block_tokens = context_chunks * chunk_size

@@ -326,6 +326,11 @@ def not_carried_over(config: Config) -> list[str]:
             )
     if lm.token_loss_weight:
         notes.append(
-            f"lm.token_loss_weight={lm.token_loss_weight}: the token predictor, which only training uses, is left out"
+            f"lm.token_loss_weight={lm.token_loss_weight}: the token predictor, which the published code does not have, is left out"
+        )
+    if lm.token_prior_weight:
+        notes.append(
+            f"lm.token_prior_weight={lm.token_prior_weight}: the published code decodes without the token predictor, so its text "
+            "and its scores will be worse"
         )
     return notes

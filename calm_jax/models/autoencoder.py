@@ -5,6 +5,7 @@ and latents, so that the latent space is smooth enough for a language model to p
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -160,26 +161,38 @@ class Autoencoder(nn.Module):
         x, _ = self.decoder_token_layers(x, None)
         return self.decoder_norm(x)
 
-    def argmax_tokens(self, x_RD: Array, block: int) -> Array:
+    def argmax_tokens(
+        self, x_RD: Array, block: int, prior: tuple[Array, Array] | None = None
+    ) -> Array:
         """The most likely token at each unfolded position.
 
         Args:
             x_RD: vectors from `unfold`, for any positions.
             block: how many tokens of the vocabulary have their logits computed at once; bounds memory.
+            prior: vectors [R, E] and a table [V, E], whose products are added to the logits; None adds nothing.
 
         Returns:
             Token ids, int32 [R]. Among equally likely tokens the first one is chosen, whatever the block.
         """
         with jax.named_scope("argmax_tokens"):
             x_RD, table_VD = self._refine(x_RD), self.embed.embedding
+
+            def logits(rows: Callable[[Array], Array]) -> Array:
+                logit_RV = vocabulary.logits(x_RD, rows(table_VD))
+                if prior is None:
+                    return logit_RV
+                x_RE, table_VE = prior
+                return logit_RV + vocabulary.logits(x_RE, rows(table_VE))
+
             if block >= self.vocab_size:
-                return vocabulary.argmax(vocabulary.logits(x_RD, table_VD))
+                return vocabulary.argmax(logits(lambda table_VD: table_VD))
 
             def better(index: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
                 # The last block starts early enough to be whole; tokens that it repeats do not change the maximum.
                 first = jnp.minimum(index * block, self.vocab_size - block)
-                rows = jax.lax.dynamic_slice_in_dim(table_VD, first, block)
-                logit_RV = vocabulary.logits(x_RD, rows)
+                logit_RV = logits(
+                    lambda table_VD: jax.lax.dynamic_slice_in_dim(table_VD, first, block)
+                )
                 most_R, token_R = logit_RV.max(-1), vocabulary.argmax(logit_RV) + first
                 is_better_R = most_R > best[0]
                 return jnp.where(is_better_R, most_R, best[0]), jnp.where(

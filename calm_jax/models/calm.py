@@ -61,10 +61,11 @@ class ChunkEmbedding(nn.Module):
 
 
 class TokenPredictor(nn.Module):
-    """An auxiliary task for training: predicts each token of the next chunk from the hidden state (not in the paper).
+    """An auxiliary task: predicts each token of the next chunk from the hidden state (not in the paper).
 
-    The K tokens are predicted independently of each other, so this is no model of the chunk; generation does not use it.
-    Its loss teaches the backbone the likely next tokens much earlier than the head's loss does.
+    The K tokens are predicted independently of each other, so this is no model of the chunk. Its loss teaches the backbone the
+    likely next tokens much earlier than the head's loss does. Its logits may also be a prior in decoding the head's draws
+    (`calm_jax.tasks.calm.CalmTask.token_prior_weight`).
 
     Attributes:
         weight: of its loss, positive.
@@ -88,18 +89,27 @@ class TokenPredictor(nn.Module):
         self.norm = layer_norm(self.norm_epsilon, self.dtype)
         self.vocabulary = SoftmaxHead(self.vocab_size, self.hidden_size, self.dtype)
 
-    def loss(self, h_BLD: Array, tokens_BLK: Array) -> Array:
-        """Cross-entropy of each next chunk's K tokens in nats, summed, float32 [B, L].
-
-        Args:
-            h_BLD: hidden states.
-            tokens_BLK: the chunks to predict from them.
-        """
+    def features(self, h_BLD: Array) -> Array:
+        """Hidden states -> the vectors that give the logits of the K tokens of each next chunk, [B, L, K, D]."""
         with jax.named_scope("token_predictor"):
             # Without the constraints XLA computes a wrong gradient on a mesh with data, fsdp and tensor axes (jaxlib 0.10.1).
             x_BLE = constrain(self.expand(constrain(silu(self.up(h_BLD)))))
             x_BTD = self.norm(x_BLE.reshape(len(h_BLD), -1, self.hidden_size))
-            target_BT = tokens_BLK.reshape(len(h_BLD), -1)
+            return x_BTD.reshape(*h_BLD.shape[:2], self.chunk_size, self.hidden_size)
+
+    def loss(self, x_BLKD: Array, tokens_BLK: Array) -> Array:
+        """Cross-entropy of each next chunk's K tokens in nats, summed, float32 [B, L].
+
+        Args:
+            x_BLKD: from `features`.
+            tokens_BLK: the chunks to predict.
+        """
+        with jax.named_scope("token_predictor"):
+            rows = len(x_BLKD)
+            x_BTD, target_BT = (
+                x_BLKD.reshape(rows, -1, self.hidden_size),
+                tokens_BLK.reshape(rows, -1),
+            )
             return self.vocabulary.loss(x_BTD, target_BT).reshape(tokens_BLK.shape).sum(-1)
 
 
@@ -156,10 +166,15 @@ class CALM(nn.Module):
         """The head's loss at each position, float32 [P]: hidden states against the next chunks."""
         return self.head.loss(h_PD, target, key_P)
 
-    def token_loss(self, h_BLD: Array, tokens_BLK: Array) -> Array:
+    def token_features(self, h_BLD: Array) -> Array:
+        """See `TokenPredictor.features`."""
+        assert self.token_predictor is not None
+        return self.token_predictor.features(h_BLD)
+
+    def token_loss(self, x_BLKD: Array, tokens_BLK: Array) -> Array:
         """See `TokenPredictor.loss`."""
         assert self.token_predictor is not None
-        return self.token_predictor.loss(h_BLD, tokens_BLK)
+        return self.token_predictor.loss(x_BLKD, tokens_BLK)
 
     def sample(self, h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
         """Draws of the next chunk's latent, [P, N, Z]; see `calm_jax.models.heads`."""
@@ -170,5 +185,5 @@ class CALM(nn.Module):
         h_BLD, _ = self.hidden(tokens_BLK)
         h_PD = h_BLD.reshape(-1, h_BLD.shape[-1])
         if self.token_predictor is not None:
-            self.token_loss(h_BLD, tokens_BLK)
+            self.token_loss(self.token_features(h_BLD), tokens_BLK)
         return self.head.sample(h_PD, 1, key_P, noise_scale=1)

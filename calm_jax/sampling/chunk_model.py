@@ -28,7 +28,7 @@ class ChunkModel:
 
     Attributes:
         latents: `(h_PD, num_draws, key_P, noise_scale) -> [P, N, Z]`, draws of the next chunk's latent; a noise_scale
-            of 1 draws from the model's own distribution.
+            of 1 draws from the model's own distribution. A draw may carry what decoding it needs of the hidden state, too.
         unfold: `latent_RZ -> [R, K, D]`, one feature vector for each of the K positions of a latent's chunk.
         argmax_tokens: `x_RD -> int32 [R]`, the most likely token at each unfolded position; the expensive part of
             decoding, as it computes V logits.

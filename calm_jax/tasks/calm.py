@@ -1,6 +1,7 @@
 """Stage 2: the language model, which predicts the latents of a frozen autoencoder (paper, section 3)."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax import Array
 
 from calm_jax import brier
 from calm_jax.losses import Posterior, Target
+from calm_jax.models import vocabulary
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM
 from calm_jax.models.kv_cache import SegmentIds
@@ -29,6 +31,11 @@ from calm_jax.tasks.language_model import (
 )
 
 
+def _token_table(params: Params) -> Array:
+    """The token predictor's table of output weights, [V, D]. It is trained by the token loss alone."""
+    return jax.lax.stop_gradient(params["token_predictor"]["vocabulary"]["kernel"]).T
+
+
 @dataclasses.dataclass(frozen=True)
 class CalmTask:
     """Stage 2: the language model, which predicts the latents of a frozen autoencoder.
@@ -39,11 +46,15 @@ class CalmTask:
         model: the language model.
         autoencoder: encodes the target chunks, and decodes the draws.
         protocol: of BrierLM.
+        token_prior_weight: what the token predictor's logits are multiplied by before they are added to the logits of the
+            autoencoder's decoder, wherever draws of the head are decoded. A draw between the latents of two likely
+            chunks then decodes to tokens that are likely after the text so far. 0: the decoder alone, as in the paper.
     """
 
     model: CALM
     autoencoder: Autoencoder
     protocol: brier.Protocol
+    token_prior_weight: float = 0.0
 
     @property
     def chunk_size(self) -> int:
@@ -61,19 +72,46 @@ class CalmTask:
         return self.model.init(key, tokens_BLK, jax.random.split(key, 1))["params"]
 
     def bind(self, params: Params, frozen: Params) -> ChunkModel:
-        """The model's interface to samplers."""
+        """The model's interface to samplers.
+
+        With a token prior, the weighted features of the token predictor stand behind each draw's latent and, for each of the K
+        positions, behind the unfolded vector.
+        """
+        latent_size = self.autoencoder.config.latent_size
+        width, weight = self.autoencoder.config.hidden_size, self.token_prior_weight
 
         def latents(h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
-            arguments = h_PD, num_draws, key_P, noise_scale
-            return call(self.model, {"params": params}, "sample", *arguments)
+            latent_PNZ = self.draw_latents(params, h_PD, num_draws, key_P, noise_scale)
+            if not weight:
+                return latent_PNZ
+            x_PKD = weight * self._token_features(params, h_PD[:, None])[:, 0]
+            x_P1E = x_PKD.reshape(len(h_PD), 1, -1).astype(latent_PNZ.dtype)
+            x_PNE = jnp.broadcast_to(x_P1E, (*latent_PNZ.shape[:2], x_P1E.shape[-1]))
+            return jnp.concatenate([latent_PNZ, x_PNE], axis=-1)
 
-        def unfold(latent_RZ: Array) -> Array:
-            return self._frozen(frozen, "unfold", latent_RZ)
+        def unfold(draw_RX: Array) -> Array:
+            x_RKD = self._frozen(frozen, "unfold", draw_RX[:, :latent_size])
+            if not weight:
+                return x_RKD
+            x_RKE = draw_RX[:, latent_size:].reshape(*x_RKD.shape[:2], -1)
+            return jnp.concatenate([x_RKD, x_RKE], axis=-1)
 
-        def argmax_tokens(x_RD: Array) -> Array:
-            return self._frozen(frozen, "argmax_tokens", x_RD, at_once(len(x_RD)))
+        def argmax_tokens(x_RX: Array) -> Array:
+            prior = (x_RX[:, width:], _token_table(params)) if weight else None
+            arguments = x_RX[:, :width], at_once(len(x_RX)), prior
+            return self._frozen(frozen, "argmax_tokens", *arguments)
 
         return chunk_model(self.model, params, latents, unfold, argmax_tokens, log_probs=None)
+
+    def draw_latents(
+        self, params: Params, h_PD: Array, num_draws: int, key_P: Array, noise_scale: float
+    ) -> Array:
+        """Draws of the next chunk's latent alone, [P, N, Z]; for the arguments see `ChunkModel`."""
+        arguments = h_PD, num_draws, key_P, noise_scale
+        return call(self.model, {"params": params}, "sample", *arguments)
+
+    def _token_features(self, params: Params, h_BLD: Array) -> Array:
+        return call(self.model, {"params": params}, "token_features", h_BLD)
 
     def _frozen(self, frozen: Params, method: str, *arguments: Any) -> Any:
         """Calls the autoencoder in full float32 precision.
@@ -88,17 +126,38 @@ class CalmTask:
         return jax.lax.stop_gradient(self._frozen(frozen, "encode", tokens_PK))
 
     def target(
-        self, frozen: Params, posterior: Posterior, tokens_PK: Array, step: Array | None
+        self,
+        params: Params,
+        frozen: Params,
+        posterior: Posterior,
+        tokens_PK: Array,
+        features_PKD: Array | None,
+        step: Array | None,
     ) -> Target:
-        """The target of the head's loss for chunks of true tokens [P, K]; `step` is None in evaluation."""
+        """The target of the head's loss. It gives `params` no gradient.
+
+        Args:
+            params: the model's.
+            frozen: the autoencoder's.
+            posterior: of the chunks of true tokens.
+            tokens_PK: the true tokens.
+            features_PKD: from `token_features`; None without a token prior.
+            step: the number of updates so far; None in evaluation.
+        """
         # Gathered here, because the loss decodes in a loop over positions, each iteration of which would gather the decoder. What
         # no loss decodes with is not gathered: the compiler removes it.
         whole = jax.tree.map(gathered, frozen)
+        table_VD = gathered(_token_table(params)) if self.token_prior_weight else None
 
-        def decode(latent_PNZ: Array) -> Array:
-            return self._frozen(whole, "decode_draws", latent_PNZ)
+        def decode(latent_PNZ: Array, features_PKD: Array | None) -> Array:
+            logit_PKNV = self._frozen(whole, "decode_draws", latent_PNZ)
+            if features_PKD is None or table_VD is None:
+                return logit_PKNV
+            with jax.named_scope("token_predictor"):
+                prior_PKV = vocabulary.logits(features_PKD, table_VD)
+            return logit_PKNV + self.token_prior_weight * prior_PKV[:, :, None]
 
-        return Target(posterior, tokens_PK, decode, step)
+        return Target(posterior, tokens_PK, decode, features_PKD, step)
 
     def hidden(
         self, params: Params, tokens_BLK: Array, documents: SegmentIds | None = None
@@ -119,17 +178,23 @@ class CalmTask:
         """
         tokens_BLK, targets_BLK = chunks(batch, self.chunk_size)
         h_BLD = self.hidden(params, tokens_BLK, documents_of(batch, self.chunk_size))
-        next_PK = flatten(tokens_BLK[:, 1:])
-        target = self.target(frozen, self.posterior(frozen, next_PK), next_PK, step)
+        predictor = self.model.token_predictor
+        x_BLKD = None if predictor is None else self._token_features(params, h_BLD)
+        next_BLK = tokens_BLK[:, 1:]
+        next_PK = flatten(next_BLK)
+        posterior = self.posterior(frozen, next_PK)
+        features_PKD = None
+        if x_BLKD is not None and self.token_prior_weight:
+            features_PKD = flatten(x_BLKD)
+        target = self.target(params, frozen, posterior, next_PK, features_PKD, step)
         key_P = flatten(split_keys(key_B, tokens_BLK.shape[1] - 1))
         loss_P = call(self.model, {"params": params}, "loss", flatten(h_BLD), target, key_P)
         counted_P = flatten(counted_chunks(0, targets_BLK))
-        if self.model.token_predictor is None:
+        if predictor is None:
             return {"loss": total(loss_P, counted_P)}
-        arguments = h_BLD, tokens_BLK[:, 1:]
-        token_P = flatten(call(self.model, {"params": params}, "token_loss", *arguments))
+        token_P = flatten(call(self.model, {"params": params}, "token_loss", x_BLKD, next_BLK))
         return {
-            "loss": total(loss_P + self.model.token_predictor.weight * token_P, counted_P),
+            "loss": total(loss_P + predictor.weight * token_P, counted_P),
             "head_loss": total(loss_P, counted_P),
             "token_loss": total(token_P, counted_P),
         }
@@ -141,9 +206,9 @@ class CalmTask:
         num_draws = brier.chunks_of(self.chunk_size)
         key_BLJ = predicted_keys(key_B, num_chunks, 1 + num_draws)
 
-        def loss_of(xs: tuple[Array, Posterior, Array, Array]) -> Array:
-            h_BD, posterior, tokens_BK, key_B = xs
-            target = self.target(frozen, posterior, tokens_BK, None)
+        def loss_of(xs: tuple[Array, Posterior, Array, Array | None, Array]) -> Array:
+            h_BD, posterior, tokens_BK, features_BKD, key_B = xs
+            target = self.target(params, frozen, posterior, tokens_BK, features_BKD, None)
             return call(self.model, {"params": params}, "loss", h_BD, target, key_B)
 
         documents = documents_of(batch, self.chunk_size)
@@ -152,7 +217,9 @@ class CalmTask:
             lambda x_PZ: x_PZ.reshape(rows, num_chunks - 1, -1),
             self.posterior(frozen, flatten(tokens_BLK[:, 1:])),
         )
-        over_L = (h_BLD, posterior_BL, tokens_BLK[:, 1:], key_BLJ[..., num_draws])
+        # A head's loss need not decode in evaluation; the compiler then removes the features.
+        x_BLKD = self._token_features(params, h_BLD) if self.token_prior_weight else None
+        over_L = (h_BLD, posterior_BL, tokens_BLK[:, 1:], x_BLKD, key_BLJ[..., num_draws])
         width, num_samples = self.model.config.hidden_size, self.model.head.config.num_samples
         loss_LB = jax.lax.map(
             loss_of,
@@ -165,7 +232,7 @@ class CalmTask:
         return {
             "loss": total(loss_LB.T, counted_BL),
             "latents": latents.latent_sums(
-                model,
+                functools.partial(self.draw_latents, params),
                 posterior_BL,
                 # The exponent of the energy score; heads that have none are compared with the paper's exponent, 1.
                 getattr(self.model.head.config, "beta", 1.0),

@@ -4,6 +4,7 @@ They are the same for all latent heads, also for those that are not trained by t
 N draws of the model and M of the posterior for each, Z latent size.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jax import Array
 
 from calm_jax.losses import Posterior, energy_terms
 from calm_jax.parallel.constraints import rows_per_device
-from calm_jax.sampling.chunk_model import ChunkModel, at_once
+from calm_jax.sampling.chunk_model import at_once
 from calm_jax.tasks.base import Metrics, ratio, total
 
 # N and M. Means are unbiased for any number from 2 on; few draws suffice, because a text has thousands of chunks.
@@ -59,7 +60,7 @@ class LatentSums(NamedTuple):
 
 
 def latent_sums(
-    model: ChunkModel,
+    latents: Callable[[Array, int, Array, float], Array],
     posterior_BL: Posterior,
     beta: float,
     h_BLD: Array,
@@ -74,7 +75,7 @@ def latent_sums(
     blocks.
 
     Args:
-      model: the model's `ChunkModel` interface.
+      latents: the model's draws of latents, as in `ChunkModel`.
       posterior_BL: the autoencoder's posteriors of the predicted chunks.
       beta: the exponent of the energy score's distances.
       h_BLD: the hidden states that predict the chunks.
@@ -90,7 +91,7 @@ def latent_sums(
     def of_chunk(xs: tuple[Any, ...]) -> LatentSums:
         h_BD, of_target, of_other, key_B, counted_B, both_B = xs
         key_B, target_key_B = jax.vmap(jax.random.split, out_axes=1)(key_B)
-        x_BNZ = model.latents(h_BD, _DRAWS, key_B, 1)
+        x_BNZ = latents(h_BD, _DRAWS, key_B, 1)
         shape = (_TARGET_DRAWS, x_BNZ.shape[-1])
         eps_BMZ = jax.vmap(lambda key: jax.random.normal(key, shape))(target_key_B)
         t_BMZ = of_target.mean[:, None] + of_target.std[:, None] * eps_BMZ

@@ -64,7 +64,7 @@ def test_the_energy_heads_loss_is_the_energy_score_plus_the_weighted_brier_loss_
     posterior = Posterior(normal(5, 4, seed=1), normal(5, 4, seed=2) / 3)
     tokens_PK = np.random.default_rng(3).integers(0, 6, (5, 3))
 
-    def decode(latent_PNZ):
+    def decode(latent_PNZ, _):
         logit_PNKV = jnp.tanh(latent_PNZ @ normal(4, 18, seed=4)).reshape(-1, 8, 3, 6)
         return logit_PNKV.swapaxes(1, 2)
 
@@ -76,12 +76,12 @@ def test_the_energy_heads_loss_is_the_energy_score_plus_the_weighted_brier_loss_
             decoded_brier_delay=3,
             decoded_brier_temperature=2.0,
         )
-        target = Target(posterior, tokens_PK, decode, step)
+        target = Target(posterior, tokens_PK, decode, None, step)
         return weighted.apply(variables, h_PD, target, key_P, method="loss")
 
     noise_PNE = head.draw_noise(8, jax.vmap(jax.random.split)(key_P)[:, 0])
     x_PNZ = head.apply(variables, h_PD, noise_PNE)
-    brier_P = decoded_brier(decode(x_PNZ), tokens_PK, 2.0)
+    brier_P = decoded_brier(decode(x_PNZ, None), tokens_PK, 2.0)
     without = loss(0.0, 3)
     np.testing.assert_allclose((loss(20.0, 3) - without) / 20, brier_P, rtol=1e-4, atol=1e-5)
     # Neither before its delay nor in evaluation.

@@ -17,7 +17,7 @@ from calm_jax.brier import Protocol
 from calm_jax.config import resolve
 from calm_jax.data.packing import MASKED
 from calm_jax.errors import UserError
-from calm_jax.losses import Posterior, Target, cross_entropy, energy_score
+from calm_jax.losses import Posterior, Target, cross_entropy, decoded_brier, energy_score
 from calm_jax.models import layers, transformer
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM, TokenPredictor
@@ -25,6 +25,7 @@ from calm_jax.models.heads import energy
 from calm_jax.models.heads.energy import EnergyHead, EnergyHeadConfig
 from calm_jax.parallel import constraints
 from calm_jax.tasks import AutoencoderTask, CalmTask
+from calm_jax.tasks.base import call
 from tests.models import networks
 from tests.models.networks import (
     EPSILON,
@@ -380,7 +381,7 @@ def test_head_loss_is_minus_the_energy_score_of_its_draws():
     head, params = task.model.head, {"params": random_params(task)["head"]}
     h_PD = rng.normal(size=(3, D)).astype(np.float32)
     posterior = Posterior(*rng.normal(size=(2, 3, Z)).astype(np.float32))
-    target = Target(posterior, random_tokens(3, K), decode=None, step=0)
+    target = Target(posterior, random_tokens(3, K), decode=None, context=None, step=0)
     ours = head.apply(params, h_PD, target, keys(3), method="loss")
     noise_key_P, target_key_P = jax.vmap(jax.random.split, out_axes=1)(keys(3))
     eps_PMZ = jax.vmap(lambda key: jax.random.normal(key, (M, Z)))(target_key_P)
@@ -388,7 +389,7 @@ def test_head_loss_is_minus_the_energy_score_of_its_draws():
     assert_close(ours, -energy_score(draws, posterior, eps_PMZ, HEAD.beta), 1e-6)
 
 
-# --- The auxiliary task
+# --- The token predictor
 
 
 @pytest.mark.slow
@@ -421,6 +422,65 @@ def test_the_token_predictor_adds_its_weighted_cross_entropy_to_the_heads_loss()
     ce_BL[1, 1] = 0
     assert_close(metrics["token_loss"], (ce_BL.sum(), 3 * 4 - 1), 1e-4)
     assert_close(metrics["loss"][0], metrics["head_loss"][0] + 0.5 * metrics["token_loss"][0], 1e-5)
+
+
+def task_with_prior(weight: float) -> CalmTask:
+    plain = calm_task()
+    predictor = TokenPredictor(0.5, V, K, D, EPSILON, jnp.float32)
+    head = plain.model.head
+    config = dataclasses.replace(head.config, decoded_brier_weight=3.0)
+    model = plain.model.clone(token_predictor=predictor, head=head.clone(config=config))
+    return dataclasses.replace(plain, model=model, token_prior_weight=weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [V, 7])
+def test_a_draw_decodes_to_the_largest_sum_of_the_decoders_and_the_weighted_priors_logits(
+    block, monkeypatch
+):
+    task = task_with_prior(1.5)
+    params, frozen = random_params(task), {"params": random_params(autoencoder_task(), seed=1)}
+    h_PD = np.random.default_rng(0).normal(size=(20, D)).astype(np.float32)
+    monkeypatch.setattr("calm_jax.tasks.calm.at_once", lambda size: block)
+    ours_PNK = jax.jit(lambda: task.bind(params, frozen).draw(h_PD, 6, keys(20)))()
+
+    latent_PNZ = task.draw_latents(params, h_PD, 6, keys(20), 1)
+    logit_PKNV = call(task.autoencoder, frozen, "decode_draws", latent_PNZ)
+    x_PKD = call(task.model, {"params": params}, "token_features", h_PD[None])[0]
+    prior_PKV = x_PKD @ params["token_predictor"]["vocabulary"]["kernel"]
+    sum_PKNV = logit_PKNV + 1.5 * prior_PKV[:, :, None]
+    np.testing.assert_array_equal(ours_PNK, sum_PKNV.argmax(-1).swapaxes(1, 2))
+    assert (sum_PKNV.argmax(-1) != logit_PKNV.argmax(-1)).any()
+
+
+@pytest.mark.slow
+def test_the_brier_loss_is_of_the_sum_of_logits_and_trains_no_token_predictor():
+    task, batch, key_B = task_with_prior(1.5), batch_of(), keys(3)
+    params, frozen = random_params(task), {"params": random_params(autoencoder_task(), seed=1)}
+    without_brier = dataclasses.replace(
+        task, model=calm_task().model.clone(token_predictor=task.model.token_predictor)
+    )
+
+    def gradient(task):
+        def loss(params):
+            return task.loss(params, frozen, batch, key_B, 5)["head_loss"][0]
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    total, of_params = gradient(task)
+    plain, _ = gradient(without_brier)
+    tokens_BLK = batch["tokens"].reshape(3, -1, K)
+    h_BLD = task.hidden(params, tokens_BLK)
+    x_BLKD = call(task.model, {"params": params}, "token_features", h_BLD)
+    prior_PKV = x_BLKD.reshape(-1, K, D) @ params["token_predictor"]["vocabulary"]["kernel"]
+    key_P = jax.vmap(lambda key: jax.random.split(key, h_BLD.shape[1]))(key_B).reshape(-1)
+    draw_key_P, _ = jax.vmap(jax.random.split, out_axes=1)(key_P)
+    latent_PNZ = task.draw_latents(params, h_BLD.reshape(-1, D), N, draw_key_P, 1)
+    logit_PKNV = call(task.autoencoder, frozen, "decode_draws", latent_PNZ)
+    next_PK = tokens_BLK[:, 1:].reshape(-1, K)
+    brier_P = decoded_brier(logit_PKNV + 1.5 * prior_PKV[:, :, None], next_PK, 1.0)
+    assert_close(total - plain, 3 * brier_P.sum(), 1e-4)
+    assert not any(x.any() for x in jax.tree.leaves(of_params["token_predictor"]))
 
 
 # --- Sizes

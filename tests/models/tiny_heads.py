@@ -53,7 +53,7 @@ def random_variables(head, seed=0):
 
 def target_of(posterior):
     """A target of which only the posterior is used."""
-    return Target(posterior, None, None, None)
+    return Target(posterior, None, None, None, None)
 
 
 def normal(*shape, seed=0):

@@ -11,7 +11,6 @@ from calm_jax.build import make_autoencoder_task
 from calm_jax.config import resolve
 from calm_jax.data.tokenizers import Vocabulary
 from calm_jax.losses import Posterior, energy_terms
-from calm_jax.sampling.chunk_model import ChunkModel
 from calm_jax.tasks import latents
 from tests.tiny_recipe import get_config
 
@@ -23,10 +22,6 @@ SIGMAS = 4.0
 BYTES = Vocabulary(vocab_size=259, pad_id=258)
 
 
-def model_of(latents) -> ChunkModel:
-    return ChunkModel(latents, *[None] * 6)
-
-
 def informed(std: float, scale=1.0):
     """Draws from the posterior of the next chunk, whose mean is the hidden state."""
 
@@ -35,7 +30,7 @@ def informed(std: float, scale=1.0):
         eps_PNZ = jax.vmap(lambda key: jax.random.normal(key, shape))(key_P)
         return scale * (h_PD[:, None] + std * noise_scale * eps_PNZ)
 
-    return model_of(draw)
+    return draw
 
 
 def marginal(std: float):
@@ -43,10 +38,10 @@ def marginal(std: float):
 
     def draw(h_PD, num, key_P, noise_scale):
         kind_PN = jax.vmap(lambda key: jax.random.randint(key, (num,), 0, len(MEAN_VZ)))(key_P)
-        eps_PNZ = informed(std).latents(0 * h_PD, num, key_P, noise_scale)
+        eps_PNZ = informed(std)(0 * h_PD, num, key_P, noise_scale)
         return jnp.asarray(MEAN_VZ)[kind_PN] + eps_PNZ
 
-    return model_of(draw)
+    return draw
 
 
 def of_rows(model, std, counted=None, whole=None, seed=0) -> tuple[list[dict], np.ndarray]:
