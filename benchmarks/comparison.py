@@ -17,6 +17,7 @@ _AUTOENCODER_STEPS = {4: 2250, 8: 2250, 2: 900, 1: 400}
 _OF_FOUR = (
     "tokenizer.vocab_size",
     "autoencoder.random_chunks",
+    "lm.token_prior_weight",
     "lm.optimizer.learning_rate",
     "lm.training.batch_size",
 )
@@ -41,6 +42,8 @@ def _language_model(variant: str, budget: float, *more: str) -> list[str]:
     words.append(f"--config.lm.optimizer.warmup_steps={round(_WARMUP * steps)}")
     if isinstance(config.lm.head, EnergyHeadConfig) and config.lm.head.decoded_brier_weight:
         words.append(f"--config.lm.head.decoded_brier_delay={round(_DELAY * steps)}")
+        temperature = _FOUR.lm.head.decoded_brier_temperature
+        words.append(f"--config.lm.head.decoded_brier_temperature={temperature}")
     return words
 
 

@@ -3,6 +3,7 @@
 import math
 
 from calm_jax.config import Config
+from calm_jax.interop.published import not_carried_over
 from calm_jax.run import report
 from calm_jax.run.run_files import RunFiles
 from calm_jax.run.workdir import Workdir
@@ -95,10 +96,10 @@ def model_card(workdir: Workdir, has_lm: bool, num_parameters: int, repository: 
         parts += ["", "<!-- What the text is, and where it comes from. -->"]
         if scores:
             parts += ["", "## Scores on held-out text", "", *scores]
+    parts += ["", "## Limits", ""]
+    if has_lm:
+        parts += [f"* {note}" for note in not_carried_over(config)]
     parts += [
-        "",
-        "## Limits",
-        "",
         "<!-- What the model should not be used for; what its text lacks; whether it was tested for harmful text. -->",
         "",
     ]

@@ -312,7 +312,7 @@ def _refuse_unlike_hard_coded(config: Config) -> None:
 
 
 def not_carried_over(config: Config) -> list[str]:
-    """Notes on keys that only matter in training and for which the published code hard-codes another value."""
+    """Notes on what the published code does in another way: losses, and the token prior in decoding."""
     lm, notes = config.lm, []
     if isinstance(lm.head, EnergyHeadConfig):
         if lm.head.num_target_samples != _NUM_TARGET_SAMPLES:

@@ -81,6 +81,18 @@ def test_a_converted_checkpoint_is_exported_bit_for_bit(name, golden, converted,
     assert again.tokenizer.fingerprint == workdir.tokenizer.fingerprint
 
 
+def test_an_exported_models_card_says_that_it_decodes_without_the_token_prior(tmp_path):
+    changes = {"lm__token_loss_weight": 0.5, "lm__token_prior_weight": 2.0}
+    workdir = random_workdir(tmp_path / "ours", "head=energy,k=2", **changes)
+    export(workdir, tmp_path / "out", "autoencoder")
+    assert (
+        "* lm.token_prior_weight=2.0: the published code decodes without the token predictor"
+        in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    )
+    # The token predictor is left out.
+    assert not any("token_predictor" in name for name in tensors_of(tmp_path / "out"))
+
+
 VARIANTS = {
     "head=energy,k=1": {},
     "head=energy,k=4": {"lm__model__num_kv_heads": 1},
