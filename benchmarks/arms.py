@@ -25,7 +25,11 @@ _NAMED = re.compile(r"\{([^{}]*)\}")
 # {NAME} in a flag stands for the workdir of an earlier arm, which is then trained only once, with the first seed.
 Arms = Mapping[str, Sequence[str]]
 # The flags that leave the quickstart's two added losses out of an arm.
-PAPERS_LOSS = ["--config.lm.token_loss_weight=0.0", "--config.lm.head.decoded_brier_weight=0.0"]
+PAPERS_LOSS = [
+    "--config.lm.token_loss_weight=0.0",
+    "--config.lm.token_prior_weight=0.0",
+    "--config.lm.head.decoded_brier_weight=0.0",
+]
 
 
 def config_of(words: Sequence[str]) -> Config:

@@ -70,7 +70,7 @@ class LmStage:
         if self.token_prior_weight and not self.token_loss_weight:
             raise UserError(
                 f"lm.token_prior_weight={self.token_prior_weight} needs the token predictor, which lm.token_loss_weight=0 leaves "
-                "out: give 0"
+                "out: give --config.lm.token_prior_weight=0, or a lm.token_loss_weight above 0"
             )
 
 

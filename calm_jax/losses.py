@@ -181,12 +181,12 @@ def decoded_brier(logit_PKNV: Array, tokens_PK: Array, temperature: float) -> Ar
     is made of the same score (`calm_jax.brier`, paper, section 4). It is proper, and the estimate is unbiased: the squares are
     products of two different draws.
 
-    The probabilities are softmax(logits / temperature). At temperature 1 they are the decoder's own. A decoder is nearly certain
+    The probabilities are softmax(logits / temperature). At temperature 1 they are those of the logits. A decoder is nearly certain
     almost everywhere, so a draw that decodes to a wrong token then has hardly any gradient; a higher temperature gives it one.
-    The loss is then least where these flatter probabilities, not the decoder's own, have the distribution of the text.
+    The loss is then least where these flatter probabilities have the distribution of the text.
 
     Args:
-        logit_PKNV: the decoder's logits of each token, of N >= 2 draws.
+        logit_PKNV: logits of each token, decoded from N >= 2 draws.
         tokens_PK: the true tokens.
         temperature: above 0.
 
@@ -213,10 +213,10 @@ def decoded_brier(logit_PKNV: Array, tokens_PK: Array, temperature: float) -> Ar
 def brier_of_draws(x_PNZ: Array, target: Target, temperature: float) -> Array:
     """`decoded_brier` of a head's draws, which are decoded for one block of positions after the other.
 
-    The decoder's logits of all draws are N K V numbers a position: 16 MB for CALM-M, and 34 GB for one block of its text. No
-    position's loss depends on another position, and only the draws get a gradient. So a block's loss and the gradient for its draws
-    are computed together in the forward pass, and the backward pass only multiplies this gradient, which has the size
-    of the draws. No logits are kept or computed twice.
+    The logits of all draws are N K V numbers a position: 16 MB for CALM-M, and 34 GB for one block of its text. No position's
+    loss depends on another position, and only the draws get a gradient. So a block's loss and the gradient for its draws are
+    computed together in the forward pass, and the backward pass only multiplies this gradient, which has the size of the
+    draws. No logits are kept or computed twice.
 
     Args:
         x_PNZ: N >= 2 draws of latents at each position.

@@ -282,7 +282,8 @@ def _energy_head() -> ConfigDict:
     head.decoded_brier_weight = 0.0
     # Steps before this loss begins. At first the samples decode to tokens unlike the text, and the loss slows training down.
     head.decoded_brier_delay = 0
-    # Divides the decoder's logits in this loss. Above 1, a sample that decodes to a wrong token for certain still has a gradient.
+    # Divides the logits in this loss. Above 1, a sample that decodes to a wrong token for certain still has a gradient; below 1,
+    # probabilities are nearer to the most likely token, which generation takes.
     head.decoded_brier_temperature = 1.0
     return head
 

@@ -58,7 +58,7 @@ def get_config(folder: str = "") -> ConfigDict:
 
     # The token predictor learns new answers in a few hundred steps, and the head needs several times as many (docs/training.md).
     if config.lm.token_prior_weight:
-        config.lm.token_prior_weight = 8.0
+        config.lm.token_prior_weight = max(8.0, config.lm.token_prior_weight)
 
     # All available devices, whatever mesh the model was trained on.
     config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, -1, 1

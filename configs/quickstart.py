@@ -90,9 +90,9 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.sample.temperature = 1.0
     if config.lm.head.name == "energy":
         if config.chunk_size <= 2:
-            # Draws between two likely chunks then decode to likely tokens, not to rare ones: the model writes more words, at the
-            # same score (docs/training.md). The lower temperature makes the loss's probabilities more like the most likely token,
-            # which is what generation takes.
+            # Draws between two likely chunks then decode to likely tokens, not to rare ones: the model writes more words, at about
+            # the same score (docs/training.md). The lower temperature makes the loss's probabilities more like the most likely
+            # token, which generation takes. Not tried for longer chunks.
             config.lm.token_prior_weight = 3.0
             config.lm.head.decoded_brier_temperature = 0.5
         config.sample.sampler = "noise"

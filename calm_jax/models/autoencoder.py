@@ -162,14 +162,15 @@ class Autoencoder(nn.Module):
         return self.decoder_norm(x)
 
     def argmax_tokens(
-        self, x_RD: Array, block: int, prior: tuple[Array, Array] | None = None
+        self, x_RD: Array, block: int, prior: tuple[Array, Array, float] | None = None
     ) -> Array:
         """The most likely token at each unfolded position.
 
         Args:
             x_RD: vectors from `unfold`, for any positions.
             block: how many tokens of the vocabulary have their logits computed at once; bounds memory.
-            prior: vectors [R, E] and a table [V, E], whose products are added to the logits; None adds nothing.
+            prior: features [R, E], a table [V, E] and a weight: this multiple of their `vocabulary.logits` is added to the
+                logits. None adds nothing.
 
         Returns:
             Token ids, int32 [R]. Among equally likely tokens the first one is chosen, whatever the block.
@@ -181,8 +182,8 @@ class Autoencoder(nn.Module):
                 logit_RV = vocabulary.logits(x_RD, rows(table_VD))
                 if prior is None:
                     return logit_RV
-                x_RE, table_VE = prior
-                return logit_RV + vocabulary.logits(x_RE, rows(table_VE))
+                x_RE, table_VE, weight = prior
+                return logit_RV + weight * vocabulary.logits(x_RE, rows(table_VE))
 
             if block >= self.vocab_size:
                 return vocabulary.argmax(logits(lambda table_VD: table_VD))

@@ -105,11 +105,8 @@ class TokenPredictor(nn.Module):
             tokens_BLK: the chunks to predict.
         """
         with jax.named_scope("token_predictor"):
-            rows = len(x_BLKD)
-            x_BTD, target_BT = (
-                x_BLKD.reshape(rows, -1, self.hidden_size),
-                tokens_BLK.reshape(rows, -1),
-            )
+            x_BTD = x_BLKD.reshape(len(x_BLKD), -1, self.hidden_size)
+            target_BT = tokens_BLK.reshape(len(x_BLKD), -1)
             return self.vocabulary.loss(x_BTD, target_BT).reshape(tokens_BLK.shape).sum(-1)
 
 
@@ -119,7 +116,7 @@ class CALM(nn.Module):
     Attributes:
         config: of the backbone.
         head: a latent head (see `calm_jax.models.heads`).
-        token_predictor: the auxiliary task; None to train without it.
+        token_predictor: the auxiliary task, and with `CalmTask.token_prior_weight` a part of decoding; None to train without it.
         vocab_size: V, of the embedding table; pads included.
         pad_id: the token whose embedding stays zero.
         dtype: of the arithmetic; parameters are float32.

@@ -233,7 +233,9 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
 
 def _weight_bytes(config: Config, vocab_size: int) -> float:
     """Bytes of the weights that are read for a chunk, without the language model's token embeddings: few rows are read."""
-    unread = ("token embeddings", "token predictor")
+    unread = ["token embeddings"]
+    if not config.lm.token_prior_weight:
+        unread.append("token predictor")
     model = sizes.language_model(config, vocab_size)
     count = sum(size for name, size in model.items() if name not in unread)
     again = flops.head_evaluations(config) - 1

@@ -27,8 +27,8 @@ class ChunkModel:
     chunk's K positions and skip the others.
 
     Attributes:
-        latents: `(h_PD, num_draws, key_P, noise_scale) -> [P, N, Z]`, draws of the next chunk's latent; a noise_scale
-            of 1 draws from the model's own distribution. A draw may carry what decoding it needs of the hidden state, too.
+        latents: `(h_PD, num_draws, key_P, noise_scale) -> [P, N, Z]`, draws of the next chunk: its latent, and behind it
+            whatever else `unfold` needs. A noise_scale of 1 draws from the model's own distribution.
         unfold: `latent_RZ -> [R, K, D]`, one feature vector for each of the K positions of a latent's chunk.
         argmax_tokens: `x_RD -> int32 [R]`, the most likely token at each unfolded position; the expensive part of
             decoding, as it computes V logits.

@@ -74,8 +74,8 @@ class CalmTask:
     def bind(self, params: Params, frozen: Params) -> ChunkModel:
         """The model's interface to samplers.
 
-        With a token prior, the weighted features of the token predictor stand behind each draw's latent and, for each of the K
-        positions, behind the unfolded vector.
+        With a token prior, the token predictor's features stand behind each draw's latent and, for each of the K positions,
+        behind the unfolded vector. In float32 they keep the values that they have in the model's dtype.
         """
         latent_size = self.autoencoder.config.latent_size
         width, weight = self.autoencoder.config.hidden_size, self.token_prior_weight
@@ -84,7 +84,7 @@ class CalmTask:
             latent_PNZ = self.draw_latents(params, h_PD, num_draws, key_P, noise_scale)
             if not weight:
                 return latent_PNZ
-            x_PKD = weight * self._token_features(params, h_PD[:, None])[:, 0]
+            x_PKD = self._token_features(params, h_PD[:, None])[:, 0]
             x_P1E = x_PKD.reshape(len(h_PD), 1, -1).astype(latent_PNZ.dtype)
             x_PNE = jnp.broadcast_to(x_P1E, (*latent_PNZ.shape[:2], x_P1E.shape[-1]))
             return jnp.concatenate([latent_PNZ, x_PNE], axis=-1)
@@ -97,7 +97,9 @@ class CalmTask:
             return jnp.concatenate([x_RKD, x_RKE], axis=-1)
 
         def argmax_tokens(x_RX: Array) -> Array:
-            prior = (x_RX[:, width:], _token_table(params)) if weight else None
+            prior = None
+            if weight:
+                prior = x_RX[:, width:].astype(self.model.dtype), _token_table(params), weight
             arguments = x_RX[:, :width], at_once(len(x_RX)), prior
             return self._frozen(frozen, "argmax_tokens", *arguments)
 
@@ -134,7 +136,7 @@ class CalmTask:
         features_PKD: Array | None,
         step: Array | None,
     ) -> Target:
-        """The target of the head's loss. It gives `params` no gradient.
+        """The target of the head's loss. It gives `params` and the features no gradient.
 
         Args:
             params: the model's.
@@ -147,17 +149,21 @@ class CalmTask:
         # Gathered here, because the loss decodes in a loop over positions, each iteration of which would gather the decoder. What
         # no loss decodes with is not gathered: the compiler removes it.
         whole = jax.tree.map(gathered, frozen)
-        table_VD = gathered(_token_table(params)) if self.token_prior_weight else None
+        table_VD = None
+        if self.token_prior_weight:
+            # In the dtype in which it is multiplied, so that fewer bytes move.
+            table_VD = gathered(_token_table(params).astype(self.model.dtype))
 
         def decode(latent_PNZ: Array, features_PKD: Array | None) -> Array:
             logit_PKNV = self._frozen(whole, "decode_draws", latent_PNZ)
             if features_PKD is None or table_VD is None:
                 return logit_PKNV
-            with jax.named_scope("token_predictor"):
+            with jax.named_scope("decode"):
                 prior_PKV = vocabulary.logits(features_PKD, table_VD)
             return logit_PKNV + self.token_prior_weight * prior_PKV[:, :, None]
 
-        return Target(posterior, tokens_PK, decode, features_PKD, step)
+        context = jax.lax.stop_gradient(features_PKD)
+        return Target(posterior, tokens_PK, decode, context, step)
 
     def hidden(
         self, params: Params, tokens_BLK: Array, documents: SegmentIds | None = None

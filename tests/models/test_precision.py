@@ -122,7 +122,8 @@ def test_the_frozen_autoencoder_multiplies_at_the_highest_precision(monkeypatch)
     """Encoder, decoder and the decoder's gradient; lowered as for a TPU, where products are not rewritten for CPUs."""
     monkeypatch.setattr(constraints, "target_device", lambda: types.SimpleNamespace(platform="tpu"))
     tree = tiny_recipe.get_config("*.txt,all_losses")
-    tree.compute_dtype = "bfloat16"
+    # Without the token prior, whose products are in the model's dtype.
+    tree.compute_dtype, tree.lm.token_prior_weight = "bfloat16", 0.0
     config, words = resolve(tree), Vocabulary(11, 3)
     task = build.make_lm_task(config, words, config.eval.published)
     frozen_task = build.make_autoencoder_task(config, words)
@@ -131,8 +132,9 @@ def test_the_frozen_autoencoder_multiplies_at_the_highest_precision(monkeypatch)
     latent_PNZ = jnp.zeros((1, 3, config.autoencoder.model.latent_size))
 
     def encoded_and_decoded(frozen, tokens_PK, latent_PNZ):
-        target = task.target(frozen, task.posterior(frozen, tokens_PK), tokens_PK, None)
-        logit_PKNV, pull = jax.vjp(target.decode, latent_PNZ)
+        posterior = task.posterior(frozen, tokens_PK)
+        target = task.target({}, frozen, posterior, tokens_PK, None, None)
+        logit_PKNV, pull = jax.vjp(lambda x_PNZ: target.decode(x_PNZ, None), latent_PNZ)
         model = task.bind({}, frozen)
         return target.posterior, pull(logit_PKNV), model.decode(latent_PNZ)
 

@@ -49,6 +49,16 @@ def test_a_chunk_takes_one_pass_over_the_weights_and_the_cache():
     assert half.limits["compute"] > 4 * four.limits["compute"]
 
 
+def test_the_token_predictors_weights_are_read_with_a_token_prior_alone():
+    recipe = quickstart.get_config()
+    with_prior, predictor = resolve(recipe), sizes.language_model(resolve(recipe), 4096)
+    recipe.lm.token_prior_weight = 0.0
+    more = generation._weight_bytes(with_prior, 4096) - generation._weight_bytes(
+        resolve(recipe), 4096
+    )
+    assert more == 4 * predictor["token predictor"] > 4 * 4096 * 256
+
+
 @pytest.mark.slow
 def test_decoding_that_the_compiler_refuses_does_not_fit(monkeypatch):
     """Of the hardware's 16 GiB the compiler has only 15.75 left for programs."""

@@ -53,6 +53,15 @@ def test_the_decoded_brier_weight_is_quartered_once(tmp_path):
     assert weights == [2.0, 0.5, 0.5, 0.5]
 
 
+def test_a_token_prior_is_raised_to_eight_and_none_stays_none(tmp_path):
+    for number, (before, after) in enumerate([(0.0, 0.0), (3.0, 8.0), (8.0, 8.0), (12.0, 12.0)]):
+        tree = tiny_recipe.get_config("x,all_losses")
+        tree.lm.token_prior_weight = before
+        workdir = Workdir(tmp_path / str(number))
+        workdir._create(resolve(tree), BYTES, "corpus.json", {})
+        assert finetune_recipe.get_config(str(workdir.path)).lm.token_prior_weight == after
+
+
 # --- Records
 
 

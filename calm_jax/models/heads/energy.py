@@ -2,7 +2,7 @@
 
 The head has no likelihood. The energy score, a strictly proper scoring rule that needs only samples, trains it
 (`calm_jax.losses.energy_score`). `decoded_brier_weight` adds a second proper score to the loss: the Brier loss of the
-tokens to which the frozen autoencoder decodes the draws (`calm_jax.losses.decoded_brier`; not in the paper).
+tokens to which the draws are decoded (`calm_jax.losses.decoded_brier`; not in the paper).
 
 P positions, N draws at each, D hidden features, E noise features, Z latent features, M target draws.
 """
