@@ -164,12 +164,14 @@ def test_the_last_prompts_of_a_list_do_not_compile_anew():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["energy", "diffusion", "flow", "softmax"])
-def test_weights_in_the_compute_dtype_give_the_same_numbers(head):
-    """Bit for bit, in bfloat16; kernels and embeddings are all that is large."""
-    tree = tiny_recipe.get_config(f"nowhere/*.txt,head={head}")
+@pytest.mark.parametrize(
+    "variant", ["head=energy", "head=diffusion", "head=flow", "head=softmax", "all_losses"]
+)
+def test_weights_in_the_compute_dtype_give_the_same_numbers(variant):
+    """Bit for bit, in bfloat16; kernels and embeddings are all that is large. "all_losses" decodes with a token prior."""
+    tree = tiny_recipe.get_config(f"nowhere/*.txt,{variant}")
     tree.compute_dtype = "bfloat16"
-    made = tiny(f"head={head}")
+    made = tiny(variant)
     config = resolve(tree)
     task = make_lm_task(config, made.tokenizer, config.eval.published)
     cast = in_compute_dtype(made.params, config.compute_dtype)
@@ -183,7 +185,8 @@ def test_weights_in_the_compute_dtype_give_the_same_numbers(head):
         memory = model.empty_cache(2, 8, 8) if cached else None
         h_BLD, _ = model.advance(tokens_BLK, memory)
         keys = jax.random.split(jax.random.key(0), 2)
-        return h_BLD, model.latents(h_BLD[:, -1], 5, keys, 1)
+        latent_BNZ = model.latents(h_BLD[:, -1], 5, keys, 1)
+        return h_BLD, latent_BNZ, model.decode(latent_BNZ)
 
     for cached in (False, True):
         jax.tree.map(np.testing.assert_array_equal, run(cast, cached), run(made.params, cached))
