@@ -24,7 +24,7 @@ _NAMED = re.compile(r"\{([^{}]*)\}")
 # The arms of an experiment by name: for each, the flags of `python -m calm_jax.main`, --config=RECIPE and --config.KEY=VALUE.
 # {NAME} in a flag stands for the workdir of an earlier arm, which is then trained only once, with the first seed.
 Arms = Mapping[str, Sequence[str]]
-# The flags that leave the quickstart's two added losses out of an arm.
+# The flags that leave the quickstart's two added losses and its token prior out of an arm.
 PAPERS_LOSS = [
     "--config.lm.token_loss_weight=0.0",
     "--config.lm.token_prior_weight=0.0",

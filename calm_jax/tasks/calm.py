@@ -154,9 +154,9 @@ class CalmTask:
             # In the dtype in which it is multiplied, so that fewer bytes move.
             table_VD = gathered(_token_table(params).astype(self.model.dtype))
 
-        def decode(latent_PNZ: Array, features_PKD: Array | None) -> Array:
+        def decode(latent_PNZ: Array, features_PKD: Array) -> Array:
             logit_PKNV = self._frozen(whole, "decode_draws", latent_PNZ)
-            if features_PKD is None or table_VD is None:
+            if table_VD is None:
                 return logit_PKNV
             with jax.named_scope("decode"):
                 prior_PKV = vocabulary.logits(features_PKD, table_VD)

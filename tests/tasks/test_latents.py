@@ -44,7 +44,7 @@ def marginal(std: float):
     return draw
 
 
-def of_rows(model, std, counted=None, whole=None, seed=0) -> tuple[list[dict], np.ndarray]:
+def of_rows(draw, std, counted=None, whole=None, seed=0) -> tuple[list[dict], np.ndarray]:
     """The metrics of each row by itself and of all together (last), and the kinds of the rows' chunks."""
     kind_BL = np.random.default_rng(seed).integers(0, len(MEAN_VZ), (ROWS, CHUNKS))
     every = np.ones((ROWS, CHUNKS), bool)
@@ -55,7 +55,7 @@ def of_rows(model, std, counted=None, whole=None, seed=0) -> tuple[list[dict], n
         h_BLD = jnp.asarray(MEAN_VZ)[kind_BL]
         log_std_BLZ = jnp.full_like(h_BLD, math.log(std) if std else -jnp.inf)
         posterior_BL = Posterior(h_BLD, log_std_BLZ)
-        return latents.latent_sums(model, posterior_BL, 1.0, h_BLD, key_BL, counted, whole)
+        return latents.latent_sums(draw, posterior_BL, 1.0, h_BLD, key_BL, counted, whole)
 
     key_BL = jax.random.split(jax.random.key(seed), (ROWS, CHUNKS))
     parts = [
