@@ -390,13 +390,29 @@ def frequency_terms(train_N4: np.ndarray, target_BP4: np.ndarray) -> np.ndarray:
 
     p_n are the frequencies of the first n of four tokens in the training text, 0 without any window in it. Computed on the host.
     """
-    both = np.concatenate([train_N4, target_BP4.reshape(-1, ORDERS)]).astype(np.int64)
-    vocab_size = both.max() + 1
-    prefix = np.zeros(len(both), np.int64)
+    vocab_size = 1 + int(max(train_N4.max(initial=0), target_BP4.max(initial=0)))
+    prefix_N = np.zeros(len(train_N4), np.int64)
+    prefix_BP = np.zeros(target_BP4.shape[:-1], np.int64)
+    # The number of values that a prefix may have.
+    bound = 1
     terms = []
-    for token in both.T:
-        _, prefix = np.unique(prefix * vocab_size + token, return_inverse=True)
-        count = np.bincount(prefix[: len(train_N4)], minlength=prefix.max() + 1)
-        frequency = count / max(len(train_N4), 1)
-        terms.append(2 * frequency[prefix[len(train_N4) :]] - (frequency**2).sum())
-    return np.stack(terms, axis=-1).reshape(target_BP4.shape)
+    for order in range(ORDERS):
+        # A prefix is the number whose digits are its tokens. Where 64 bits do not hold one digit more, it becomes its place among the
+        # prefixes of the training text.
+        if bound * vocab_size > np.iinfo(np.int64).max:
+            distinct, prefix_N = np.unique(prefix_N, return_inverse=True)
+            prefix_BP = _places(distinct, prefix_BP)
+            bound = len(distinct) + 1
+        bound *= vocab_size
+        prefix_N = prefix_N * vocab_size + train_N4[:, order]
+        prefix_BP = prefix_BP * vocab_size + target_BP4[..., order]
+        distinct, count = np.unique(prefix_N, return_counts=True)
+        frequency = np.append(count, 0) / max(len(train_N4), 1)
+        terms.append(2 * frequency[_places(distinct, prefix_BP)] - (frequency**2).sum())
+    return np.stack(terms, axis=-1)
+
+
+def _places(distinct: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Where each of `x` is among distinct ascending numbers; `len(distinct)` for those that are not among them."""
+    place = np.searchsorted(distinct, x)
+    return np.where(np.append(distinct, -1)[place] == x, place, len(distinct))
