@@ -1,4 +1,4 @@
-"""Arms that compare the paper's loss with the quickstart's three losses, in runs of several lengths (docs/training.md).
+"""Arms that compare the paper's loss with the quickstart's three losses, in runs of several lengths (docs/experiments.md).
 
     python -m benchmarks.learning --arms=benchmarks/longer_runs.py[:MULTIPLES[:FILES]] --folder=DIR --seeds=0
 

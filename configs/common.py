@@ -85,7 +85,7 @@ def get_config() -> ConfigDict:
     config.autoencoder.min_accuracy = 0.98
     # Share of the chunks of a training batch that are replaced by random ones (paper: 0). Three kinds are equally frequent: tokens
     # of the block in random order, uniformly random tokens, and uniformly random tokens with pads from a random place on. An
-    # autoencoder that is trained on one kind of text then reconstructs any text (docs/training.md).
+    # autoencoder that is trained on one kind of text then reconstructs any text (docs/experiments.md).
     config.autoencoder.random_chunks = 0.0
     config.autoencoder.model = _autoencoder_model()
     # Published: eos ends each document, and pads fill its last chunk.
@@ -278,7 +278,7 @@ def _energy_head() -> ConfigDict:
     head.beta = 1.0
     # Weight of a second loss, which small models learn much faster with (docs/training.md): the Brier score of the tokens to
     # which the frozen autoencoder decodes the N samples (paper: 0). It computes N K logits over the vocabulary for each
-    # chunk, which a vocabulary of 128,000 tokens makes the most expensive part of a step by far (docs/training.md).
+    # chunk, which a vocabulary of 128,000 tokens makes the most expensive part of a step by far (docs/experiments.md).
     head.decoded_brier_weight = 0.0
     # Steps before this loss begins. At first the samples decode to tokens unlike the text, and the loss slows training down.
     head.decoded_brier_delay = 0

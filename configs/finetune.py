@@ -47,16 +47,16 @@ def get_config(folder: str = "") -> ConfigDict:
     data.align_documents_to_chunks = True
 
     # A quarter of the weight that the decoded Brier loss had in training on text. With the whole weight, this loss is mostly noise
-    # to the head where records are few; without it, the model forgets text that is mixed with them (docs/training.md). The loss
+    # to the head where records are few; without it, the model forgets text that is mixed with them (docs/experiments.md). The loss
     # needs no delay, because the head has already learnt to draw latents that decode to text.
     if "decoded_brier_weight" in config.lm.head:
         if not was_finetuned:
             config.lm.head.decoded_brier_weight /= 4
         config.lm.head.decoded_brier_delay = 0
-        # At 1, answers that all draws decode wrongly for certain stay wrong (docs/training.md).
+        # At 1, answers that all draws decode wrongly for certain stay wrong (docs/experiments.md).
         config.lm.head.decoded_brier_temperature = 3.0
 
-    # The token predictor learns new answers in a few hundred steps, and the head needs several times as many (docs/training.md).
+    # The token predictor learns new answers in a few hundred steps, and the head needs several times as many (docs/experiments.md).
     if config.lm.token_prior_weight:
         config.lm.token_prior_weight = max(8.0, config.lm.token_prior_weight)
 

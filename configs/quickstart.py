@@ -12,7 +12,7 @@ def get_config(arguments: str = "") -> ConfigDict:
     config = common.get_config()
     config.compute_dtype = "float32"
 
-    # Two long tokens: a model this small writes more words with such chunks than with four shorter tokens (docs/training.md).
+    # Two long tokens: a model this small writes more words with such chunks than with four shorter tokens (docs/experiments.md).
     config.chunk_size = 2
     config.tokenizer.kind = "sentencepiece"
     config.tokenizer.vocab_size = 4096
@@ -25,7 +25,7 @@ def get_config(arguments: str = "") -> ConfigDict:
     model.intermediate_size = 320
     # A third of the paper's rate, so that an autoencoder this small converges in minutes.
     model.dropout = 0.05
-    # Twice the paper's: latents lie further apart, and rare tokens and other texts are reconstructed, too (docs/training.md).
+    # Twice the paper's: latents lie further apart, and rare tokens and other texts are reconstructed, too (docs/experiments.md).
     model.kl_weight = 2e-3
     config.autoencoder.data.block_tokens = 64
     config.autoencoder.data.front_fill = "random"
@@ -54,7 +54,7 @@ def get_config(arguments: str = "") -> ConfigDict:
     head.num_target_samples = 16
     # Two losses that are not in the paper: for K = 4, BrierLM is 22 with both, and 7 with the paper's loss alone after four times
     # the steps. The token loss has so large a weight that it alone trains the backbone, for which the gradients of the head's
-    # losses are noise (docs/training.md).
+    # losses are noise (docs/experiments.md).
     head.decoded_brier_weight = 16.0
     head.decoded_brier_delay = 300
     config.lm.token_loss_weight = 20.0
@@ -91,7 +91,7 @@ def get_config(arguments: str = "") -> ConfigDict:
     if config.lm.head.name == "energy":
         if config.chunk_size <= 2:
             # Draws between two likely chunks then decode to likely tokens, not to rare ones: the model writes more words, at about
-            # the same score (docs/training.md). The lower temperature makes the loss's probabilities more like the most likely
+            # the same score (docs/experiments.md). The lower temperature makes the loss's probabilities more like the most likely
             # token, which generation takes. Not tried for longer chunks.
             config.lm.token_prior_weight = 3.0
             config.lm.head.decoded_brier_temperature = 0.5
