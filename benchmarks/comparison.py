@@ -13,17 +13,24 @@ from configs import quickstart
 
 # Steps of stage 1: longer chunks need more.
 _AUTOENCODER_STEPS = {4: 2250, 8: 2250, 2: 900, 1: 400}
-# In the recipe these depend on K. All arms have the values for K = 4.
-_OF_FOUR = (
-    "tokenizer.vocab_size",
-    "autoencoder.random_chunks",
-    "lm.token_prior_weight",
-    "lm.optimizer.learning_rate",
-    "lm.training.batch_size",
-)
 _FOUR = quickstart.get_config("k=4")
+# The keys whose values depend on K in the quickstart, with those for K = 4.
+AS_FOUR = [
+    f"--config.{key}={operator.attrgetter(key)(_FOUR)}"
+    for key in (
+        "tokenizer.vocab_size",
+        "autoencoder.random_chunks",
+        "lm.token_prior_weight",
+        "lm.optimizer.learning_rate",
+        "lm.training.batch_size",
+    )
+]
+# The same for keys of the energy head.
+ENERGY_AS_FOUR = [
+    f"--config.lm.head.decoded_brier_temperature={_FOUR.lm.head.decoded_brier_temperature}"
+]
 _COMMON = [
-    *(f"--config.{key}={operator.attrgetter(key)(_FOUR)}" for key in _OF_FOUR),
+    *AS_FOUR,
     # An eighth of the quickstart's validation text, as scoring K = 1 and the baseline takes long.
     "--config.data.holdout_every=160",
     "--config.eval.part_blocks=12",
@@ -42,8 +49,7 @@ def _language_model(variant: str, budget: float, *more: str) -> list[str]:
     words.append(f"--config.lm.optimizer.warmup_steps={round(_WARMUP * steps)}")
     if isinstance(config.lm.head, EnergyHeadConfig) and config.lm.head.decoded_brier_weight:
         words.append(f"--config.lm.head.decoded_brier_delay={round(_DELAY * steps)}")
-        temperature = _FOUR.lm.head.decoded_brier_temperature
-        words.append(f"--config.lm.head.decoded_brier_temperature={temperature}")
+        words += ENERGY_AS_FOUR
     return words
 
 
