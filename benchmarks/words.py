@@ -37,19 +37,20 @@ _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "new tokens of a text", lo
 @command
 def main(argv: list[str]) -> None:
     folder = given_folder(_WORKDIR, "the folder of a trained model")
-    generator, config = Generator.load(str(folder)), Workdir(folder).config
-    options = dataclasses.replace(
-        generator.options, max_tokens=_MAX_TOKENS.value, batch_size=_TEXTS.value
-    )
-    if _SAMPLER.value:
-        options = dataclasses.replace(options, sampler=_SAMPLER.value)
-    ways = [dataclasses.replace(options, temperature=one) for one in _TEMPERATURES.value]
+    config = Workdir(folder).config
     corpus = read_corpus(config, ("lm",))
     documents = [document.text for document in corpus.train]
     if config.data.prompt_field or corpus.prepared or len(documents) < 2:
         raise UserError(
             f"--workdir={folder}: its training text must be two documents or more, without prompts and not prepared"
         )
+    generator = Generator.load(str(folder))
+    options = dataclasses.replace(
+        generator.options, max_tokens=_MAX_TOKENS.value, batch_size=_TEXTS.value
+    )
+    if _SAMPLER.value:
+        options = dataclasses.replace(options, sampler=_SAMPLER.value)
+    ways = [dataclasses.replace(options, temperature=one) for one in _TEMPERATURES.value]
     known = KnownText(documents)
     prompts = [options.prompts[i % len(options.prompts)] for i in range(_TEXTS.value)]
     table = rich.table.Table(title=f"{_TEXTS.value} texts of {_MAX_TOKENS.value} tokens")
