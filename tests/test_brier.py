@@ -34,11 +34,12 @@ def terms_of(sample_PSK, target_PK):
     model = ChunkModel(
         latents=lambda h_PD, num_draws, key_P, noise_scale: sample_PSK[key_P],
         unfold=lambda latent_RK: latent_RK[..., None],
-        argmax_tokens=lambda x_R1: x_R1[:, 0],
+        argmax_tokens=lambda x, prior: x[..., 0],
         advance=advance,
         empty_cache=None,
         fork=None,
         log_probs=None,
+        prior=None,
     )
     token_BLK = jnp.stack([target_PK, target_PK], axis=1)
     key_BLJ = jnp.arange(positions)[:, None, None]

@@ -101,11 +101,11 @@ def known_model(chunk_size, exact, table):
     def unfold(latent_R1):
         return book[latent_R1[:, 0].astype(jnp.int32)][..., None]
 
-    def argmax_tokens(token_R1):
-        return token_R1[:, 0]
+    def argmax_tokens(token, prior):
+        return token[..., 0]
 
     known = log_probs if exact else None
-    return ChunkModel(latents, unfold, argmax_tokens, advance, empty_cache, fork, known)
+    return ChunkModel(latents, unfold, argmax_tokens, advance, empty_cache, fork, known, None)
 
 
 def expected_terms(chunk_size, number_BL, starts_P, table):

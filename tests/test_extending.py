@@ -62,7 +62,7 @@ def mean_sampler(model, h_BD, key_B, active_B, config):
     """A toy sampler: the draw without noise, whatever the temperature."""
     found = new_search(model, h_BD, key_B, active_B, config)
     latent_B1Z = model.latents(h_BD, 1, key_B, 0)
-    return finished(model, found._replace(latent=latent_B1Z[:, 0]), active_B)
+    return finished(model, h_BD, found._replace(latent=latent_B1Z[:, 0]), active_B)
 
 
 @pytest.fixture

@@ -161,46 +161,39 @@ class Autoencoder(nn.Module):
         x, _ = self.decoder_token_layers(x, None)
         return self.decoder_norm(x)
 
-    def argmax_tokens(
-        self, x_RD: Array, block: int, prior: tuple[Array, Array, float] | None = None
-    ) -> Array:
+    def argmax_tokens(self, x: Array, block: int, prior: Array | None) -> Array:
         """The most likely token at each unfolded position.
 
         Args:
-            x_RD: vectors from `unfold`, for any positions.
+            x: vectors from `unfold` [..., D], for any positions.
             block: how many tokens of the vocabulary have their logits computed at once; bounds memory.
-            prior: features [R, E], a table [V, E] and a weight: this multiple of their `vocabulary.logits` is added to the
-                logits. None adds nothing.
+            prior: added to the logits, [..., V] with axes that broadcast against those of x. None adds nothing.
 
         Returns:
-            Token ids, int32 [R]. Among equally likely tokens the first one is chosen, whatever the block.
+            Token ids, int32 [...]. Among equally likely tokens the first one is chosen, whatever the block.
         """
         with jax.named_scope("argmax_tokens"):
-            x_RD, table_VD = self._refine(x_RD), self.embed.embedding
+            table_VD, leading = self.embed.embedding, x.shape[:-1]
+            x_RD = self._refine(x.reshape(-1, x.shape[-1]))
 
-            def logits(rows: Callable[[Array], Array]) -> Array:
-                logit_RV = vocabulary.logits(x_RD, rows(table_VD))
-                if prior is None:
-                    return logit_RV
-                x_RE, table_VE, weight = prior
-                return logit_RV + weight * vocabulary.logits(x_RE, rows(table_VE))
+            def logits(cut: Callable[[Array, int], Array]) -> Array:
+                logit = vocabulary.logits(x_RD, cut(table_VD, 0)).reshape(*leading, -1)
+                return logit if prior is None else logit + cut(prior, -1)
 
             if block >= self.vocab_size:
-                return vocabulary.argmax(logits(lambda table_VD: table_VD))
+                return vocabulary.argmax(logits(lambda whole, axis: whole))
 
             def better(index: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
                 # The last block starts early enough to be whole; tokens that it repeats do not change the maximum.
                 first = jnp.minimum(index * block, self.vocab_size - block)
-                logit_RV = logits(
-                    lambda table_VD: jax.lax.dynamic_slice_in_dim(table_VD, first, block)
+                logit = logits(
+                    lambda whole, axis: jax.lax.dynamic_slice_in_dim(whole, first, block, axis)
                 )
-                most_R, token_R = logit_RV.max(-1), vocabulary.argmax(logit_RV) + first
-                is_better_R = most_R > best[0]
-                return jnp.where(is_better_R, most_R, best[0]), jnp.where(
-                    is_better_R, token_R, best[1]
-                )
+                most, token = logit.max(-1), vocabulary.argmax(logit) + first
+                is_better = most > best[0]
+                return jnp.where(is_better, most, best[0]), jnp.where(is_better, token, best[1])
 
-            none = jnp.full(len(x_RD), -jnp.inf), jnp.zeros(len(x_RD), jnp.int32)
+            none = jnp.full(leading, -jnp.inf), jnp.zeros(leading, jnp.int32)
             return jax.lax.fori_loop(0, -(-self.vocab_size // block), better, none)[1]
 
     def draw_noise(self, key_P: Array) -> Noise:

@@ -48,7 +48,10 @@ def logits(x: Array, table_VD: Array) -> Array:
 
 
 def argmax(logit_RV: Array) -> Array:
-    """The first token with the largest logit, int32 [R]. If a logit is NaN, the token is arbitrary."""
+    """The first token with the largest logit, int32 [...]. If a logit is NaN, the token is arbitrary.
+
+    Logits that the compiler computes twice must be equal bit for bit: a product that is added may be rounded once or twice.
+    """
     if target_device().platform != "cpu":
         return logit_RV.argmax(-1).astype(jnp.int32)
     # XLA's CPU backend computes an argmax by a scalar loop, three to seven times slower than this.

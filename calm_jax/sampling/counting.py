@@ -35,7 +35,7 @@ def is_first_of(equal_BNN: Array) -> Array:
     return equal_BNN.argmax(-1) == jnp.arange(equal_BNN.shape[-1])
 
 
-def count_draws(model: ChunkModel, latent_BNZ: Array, min_count: int) -> Counted:
+def count_draws(model: ChunkModel, h_BD: Array, latent_BNZ: Array, min_count: int) -> Counted:
     """Counts equal chunks among each row's draws without decoding all of their tokens (ours).
 
     The last position of a chunk is decoded for all draws. Each position before it, from the last but one to the first,
@@ -44,6 +44,7 @@ def count_draws(model: ChunkModel, latent_BNZ: Array, min_count: int) -> Counted
 
     Args:
         model: the model's `ChunkModel` interface.
+        h_BD: the hidden states that the draws were made from.
         latent_BNZ: the draws.
         min_count: counts of at least this many are exact.
 
@@ -53,21 +54,27 @@ def count_draws(model: ChunkModel, latent_BNZ: Array, min_count: int) -> Counted
     """
     batch, num_draws, _ = latent_BNZ.shape
     with jax.named_scope("count"):
-        x_RKD = model.unfold(latent_BNZ.reshape(batch * num_draws, -1))
-        last = x_RKD.shape[1] - 1
+        x_BNKD, prior_BKV = model.unfold_draws(latent_BNZ), model.prior_of(h_BD)
+        last = x_BNKD.shape[2] - 1
         # Draws that are no longer decoded get token ids that are negative and all different, so that none are equal.
         nobody_BN = -1 - jnp.arange(num_draws) + jnp.zeros((batch, 1), jnp.int32)
 
-        def narrow(state: tuple[Array, Array, Array], token_R: Array):
+        def at(place: Array | int) -> tuple[Array, Array | None]:
+            """The draws' features at a position of their chunks [B, N, D], and its prior [B, V]."""
+            x_BND = jax.lax.dynamic_index_in_dim(x_BNKD, place, axis=2, keepdims=False)
+            if prior_BKV is None:
+                return x_BND, None
+            return x_BND, jax.lax.dynamic_index_in_dim(prior_BKV, place, axis=1, keepdims=False)
+
+        def narrow(state: tuple[Array, Array, Array], token_BN: Array):
             kept_BN, equal_BNN, decoded_B = state
-            token_BN = jnp.where(kept_BN, token_R.reshape(batch, num_draws), nobody_BN)
+            token_BN = jnp.where(kept_BN, token_BN, nobody_BN)
             equal_BNN &= token_BN[:, :, None] == token_BN[:, None]
             decoded_B += kept_BN.sum(-1)
             return kept_BN & (equal_BNN.sum(-1) >= min_count), equal_BNN, decoded_B
 
         def next_position(index: Array, state: tuple[Array, Array, Array]):
-            x_RD = jax.lax.dynamic_index_in_dim(x_RKD, last - index, axis=1, keepdims=False)
-            return narrow(state, _argmax_of_kept(model, x_RD, state[0].reshape(-1)))
+            return narrow(state, _argmax_of_kept(model, *at(last - index), state[0]))
 
         state = (
             jnp.ones((batch, num_draws), bool),
@@ -75,24 +82,34 @@ def count_draws(model: ChunkModel, latent_BNZ: Array, min_count: int) -> Counted
             jnp.zeros(batch, jnp.int32),
         )
         # The last position first: its token separates draws at least as well as any other's (measured).
-        state = narrow(state, model.argmax_tokens(x_RKD[:, last]))
+        state = narrow(state, _argmax(model, *at(last)))
         _, equal_BNN, decoded_B = jax.lax.fori_loop(1, last + 1, next_position, state)
     return Counted(equal_BNN.sum(-1, dtype=jnp.int32), is_first_of(equal_BNN), decoded_B)
 
 
-def _argmax_of_kept(model: ChunkModel, x_RD: Array, kept_R: Array) -> Array:
-    """The most likely tokens where `kept` is true, int32 [R]; computed in blocks of a fixed size, kept positions first."""
-    num_flat = len(x_RD)
+def _argmax(model: ChunkModel, x_BND: Array, prior_BV: Array | None) -> Array:
+    """The most likely tokens, int32 [B, N]."""
+    return model.argmax_tokens(x_BND, None if prior_BV is None else prior_BV[:, None])
+
+
+def _argmax_of_kept(
+    model: ChunkModel, x_BND: Array, prior_BV: Array | None, kept_BN: Array
+) -> Array:
+    """The most likely tokens where `kept` is true, int32 [B, N]; computed in blocks of a fixed size, kept positions first."""
+    num_draws, num_flat = kept_BN.shape[1], kept_BN.size
     block = max(_LEAST_TOGETHER, num_flat // _PARTS)
     if num_flat <= block:
-        return model.argmax_tokens(x_RD)
-    order = jnp.argsort(~kept_R, stable=True)
+        return _argmax(model, x_BND, prior_BV)
+    x_RD = x_BND.reshape(num_flat, -1)
+    order = jnp.argsort(~kept_BN.reshape(-1), stable=True)
     order = jnp.pad(order, (0, -num_flat % block), constant_values=num_flat)
 
     def decode(index: Array, token_R: Array) -> Array:
         rows = jax.lax.dynamic_slice_in_dim(order, index * block, block)
-        token = model.argmax_tokens(x_RD[jnp.minimum(rows, num_flat - 1)])
-        return token_R.at[rows].set(token, mode="drop")
+        own = jnp.minimum(rows, num_flat - 1)
+        prior = None if prior_BV is None else prior_BV[own // num_draws]
+        return token_R.at[rows].set(model.argmax_tokens(x_RD[own], prior), mode="drop")
 
-    num_blocks = -(-kept_R.sum() // block)
-    return jax.lax.fori_loop(0, num_blocks, decode, jnp.zeros(num_flat, jnp.int32))
+    num_blocks = -(-kept_BN.sum() // block)
+    token_R = jax.lax.fori_loop(0, num_blocks, decode, jnp.zeros(num_flat, jnp.int32))
+    return token_R.reshape(kept_BN.shape)

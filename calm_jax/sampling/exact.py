@@ -87,7 +87,7 @@ def pooled(
         # The choice by weight may fall back to any level, so the last pool needs all counts from 2 on; so do candidates.
         may_fall_back = level == last and not a
         needs_all = may_fall_back or config.shown_candidates
-        counted = count_draws(model, latent_GNZ, min_count=2 if needs_all else n)
+        counted = count_draws(model, h_GD, latent_GNZ, min_count=2 if needs_all else n)
         index_G, emitted_G = law.emit(counted.count, n, emit_key_G)
         if may_fall_back:
             weight_GN, _ = law.log_weights(counted.count, config.temperature, leave_out=True)
@@ -120,7 +120,7 @@ def pooled(
     found = jax.lax.while_loop(lambda found: (~found.done & affords(found)).any(), try_all, found)
     if reserve:
         found = from_pool(model, h_BD, key_B, found, reserve, config, leave_out=True)
-    return finished(model, found, active_B)
+    return finished(model, h_BD, found, active_B)
 
 
 def accept_fraction(
@@ -154,7 +154,7 @@ def accept_fraction(
         key_G
     )
     patience_G = law.patience(a, patience_key_G)
-    tokens_GK = model.decode(found.latent[:, None])[:, 0]
+    tokens_GK = model.decode(h_GD, found.latent[:, None])[:, 0]
     chunk_size = tokens_GK.shape[1]
 
     def searching(state: tuple[Search, Array, Array]) -> Array:
@@ -263,7 +263,7 @@ def rejection(
         found, candidate = state
         draw_key_G, uniform_key_G = keys(key_G, found.rounds, 2)
         latent_GNZ = model.latents(h_GD, size, draw_key_G, 1)
-        token_GNK = model.decode(latent_GNZ)
+        token_GNK = model.decode(h_GD, latent_GNZ)
         uniform_GN = jax.vmap(lambda key: jax.random.uniform(key, (size,)))(uniform_key_G)
         found = found._replace(
             draws=found.draws + size,
@@ -298,4 +298,4 @@ def rejection(
         )
     if reserve:
         found = from_pool(model, h_BD, key_B, found, reserve, config, leave_out=True)
-    return finished(model, found, active_B)
+    return finished(model, h_BD, found, active_B)

@@ -41,7 +41,7 @@ def one_pool(leave_out: bool) -> Callable[..., Sampled]:
     ) -> Sampled:
         found = new_search(model, h_BD, key_B, active_B, config)
         found = from_pool(model, h_BD, key_B, found, config.num_candidates, config, leave_out)
-        return finished(model, found, active_B)
+        return finished(model, h_BD, found, active_B)
 
     return sample
 

@@ -33,7 +33,7 @@ def _at_noise(
         draws=active_B.astype(jnp.int32),
         exact=active_B & (config.temperature == 1),
     )
-    return finished(model, found, active_B)
+    return finished(model, h_BD, found, active_B)
 
 
 _Sampler = Callable[[ChunkModel, Array, Array, Array, SamplerConfig], Sampled]
@@ -117,8 +117,8 @@ def fewest_draws(config: SamplerConfig) -> int:
     def certain(h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
         return jnp.zeros((len(h_PD), num_draws, 1))
 
-    def argmax_tokens(x_RD: Array) -> Array:
-        return x_RD[:, 0].astype(jnp.int32)
+    def argmax_tokens(x: Array, prior: Array | None) -> Array:
+        return x[..., 0].astype(jnp.int32)
 
     def not_sampled(*arguments: object) -> Any:
         raise AssertionError("a sampler reads no text")
@@ -131,7 +131,8 @@ def fewest_draws(config: SamplerConfig) -> int:
         not_sampled,
         not_sampled,
         not_sampled,
-        None,
+        log_probs=None,
+        prior=None,
     )
     one_BD, key_B = jnp.zeros((1, 1)), jax.random.split(jax.random.key(0), 1)
     draw = jax.jit(lambda: sample_chunk(model, one_BD, key_B, jnp.ones(1, bool), config).draws)

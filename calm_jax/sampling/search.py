@@ -128,13 +128,13 @@ def new_search(
     )
 
 
-def finished(model: ChunkModel, found: Search, active_B: Array) -> Sampled:
+def finished(model: ChunkModel, h_BD: Array, found: Search, active_B: Array) -> Sampled:
     """The result of the searches: decodes their latents."""
-    tokens_BK = model.decode(found.latent[:, None])[:, 0]
+    tokens_BK = model.decode(h_BD, found.latent[:, None])[:, 0]
     decoded_B = found.decoded + tokens_BK.shape[1] * active_B
     candidates = found.candidates
     if candidates is not None:
-        candidates = candidates._replace(chunk=model.decode(candidates.chunk))
+        candidates = candidates._replace(chunk=model.decode(h_BD, candidates.chunk))
     return Sampled(tokens_BK, found.draws, decoded_B, found.exact & active_B, candidates)
 
 
@@ -158,7 +158,7 @@ def from_pool(
         h_GD, key_G = given
         draw_key_G, pick_key_G = keys(key_G, found.rounds, 2)
         latent_GNZ = model.latents(h_GD, size, draw_key_G, 1)
-        counted = count_draws(model, latent_GNZ, min_count=2)
+        counted = count_draws(model, h_GD, latent_GNZ, min_count=2)
         weight_GN, _ = law.log_weights(counted.count, config.temperature, leave_out)
         return found._replace(
             latent=take_draw(latent_GNZ, law.pick(weight_GN, pick_key_G)),

@@ -63,10 +63,12 @@ class AutoregressiveTask:
         def unfold(token_R1: Array) -> Array:
             return token_R1[:, None]
 
-        def argmax_tokens(token_R1: Array) -> Array:
-            return token_R1[:, 0]
+        def argmax_tokens(token: Array, prior: Array | None) -> Array:
+            return token[..., 0]
 
-        return chunk_model(self.model, params, latents, unfold, argmax_tokens, log_probs)
+        return chunk_model(
+            self.model, params, latents, unfold, argmax_tokens, log_probs, prior=None
+        )
 
     def _loss(self, params: Params, batch: Batch) -> Array:
         """Cross-entropy of each token but the first in nats, [B, T-1]; 0 where masked."""

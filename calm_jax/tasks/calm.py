@@ -72,38 +72,25 @@ class CalmTask:
         return self.model.init(key, tokens_BLK, jax.random.split(key, 1))["params"]
 
     def bind(self, params: Params, frozen: Params) -> ChunkModel:
-        """The model's interface to samplers.
+        """The model's interface to samplers."""
 
-        With a token prior, the token predictor's features stand behind each draw's latent and, for each of the K positions,
-        behind the unfolded vector. In float32 they keep the values that they have in the model's dtype.
-        """
-        latent_size = self.autoencoder.config.latent_size
-        width, weight = self.autoencoder.config.hidden_size, self.token_prior_weight
+        def argmax_tokens(x: Array, prior: Array | None) -> Array:
+            block = at_once(x.size // x.shape[-1])
+            return self._frozen(frozen, "argmax_tokens", x, block, prior)
 
-        def latents(h_PD: Array, num_draws: int, key_P: Array, noise_scale: float) -> Array:
-            latent_PNZ = self.draw_latents(params, h_PD, num_draws, key_P, noise_scale)
-            if not weight:
-                return latent_PNZ
+        def prior(h_PD: Array) -> Array:
             x_PKD = self._token_features(params, h_PD[:, None])[:, 0]
-            x_P1E = x_PKD.reshape(len(h_PD), 1, -1).astype(latent_PNZ.dtype)
-            x_PNE = jnp.broadcast_to(x_P1E, (*latent_PNZ.shape[:2], x_P1E.shape[-1]))
-            return jnp.concatenate([latent_PNZ, x_PNE], axis=-1)
+            return self._prior(x_PKD, _token_table(params))
 
-        def unfold(draw_RX: Array) -> Array:
-            x_RKD = self._frozen(frozen, "unfold", draw_RX[:, :latent_size])
-            if not weight:
-                return x_RKD
-            x_RKE = draw_RX[:, latent_size:].reshape(*x_RKD.shape[:2], -1)
-            return jnp.concatenate([x_RKD, x_RKE], axis=-1)
-
-        def argmax_tokens(x_RX: Array) -> Array:
-            prior = None
-            if weight:
-                prior = x_RX[:, width:].astype(self.model.dtype), _token_table(params), weight
-            arguments = x_RX[:, :width], at_once(len(x_RX)), prior
-            return self._frozen(frozen, "argmax_tokens", *arguments)
-
-        return chunk_model(self.model, params, latents, unfold, argmax_tokens, log_probs=None)
+        return chunk_model(
+            self.model,
+            params,
+            functools.partial(self.draw_latents, params),
+            functools.partial(self._frozen, frozen, "unfold"),
+            argmax_tokens,
+            log_probs=None,
+            prior=prior if self.token_prior_weight else None,
+        )
 
     def draw_latents(
         self, params: Params, h_PD: Array, num_draws: int, key_P: Array, noise_scale: float
@@ -114,6 +101,12 @@ class CalmTask:
 
     def _token_features(self, params: Params, h_BLD: Array) -> Array:
         return call(self.model, {"params": params}, "token_features", h_BLD)
+
+    def _prior(self, features_PKD: Array, table_VD: Array) -> Array:
+        """The weighted logits of the token predictor, [P, K, V]; the operands of their product have the model's dtype."""
+        # The features are weighted and not the logits, so that only sums follow the products: in `a + w b` compilers may round
+        # once or twice, and differently in each place where they compute it again, which `vocabulary.argmax` does not allow.
+        return vocabulary.logits(self.token_prior_weight * features_PKD, table_VD)
 
     def _frozen(self, frozen: Params, method: str, *arguments: Any) -> Any:
         """Calls the autoencoder in full float32 precision.
@@ -159,8 +152,7 @@ class CalmTask:
             if table_VD is None:
                 return logit_PKNV
             with jax.named_scope("decode"):
-                prior_PKV = vocabulary.logits(features_PKD, table_VD)
-            return logit_PKNV + self.token_prior_weight * prior_PKV[:, :, None]
+                return logit_PKNV + self._prior(features_PKD, table_VD)[:, :, None]
 
         context = jax.lax.stop_gradient(features_PKD)
         return Target(posterior, tokens_PK, decode, context, step)

@@ -42,8 +42,9 @@ def chunk_model(
     params: Params,
     latents: Callable[[Array, int, Array, float], Array],
     unfold: Callable[[Array], Array],
-    argmax_tokens: Callable[[Array], Array],
+    argmax_tokens: Callable[[Array, Array | None], Array],
     log_probs: Callable[[Array], Array] | None,
+    prior: Callable[[Array], Array] | None,
 ) -> ChunkModel:
     """A language model's interface to samplers; `advance`, `empty_cache` and `fork` are the same for both language models."""
 
@@ -56,7 +57,9 @@ def chunk_model(
             body.num_layers, batch, size, body.num_kv_heads, body.head_size, window, model.dtype
         )
 
-    return ChunkModel(latents, unfold, argmax_tokens, advance, empty_cache, Fork.at, log_probs)
+    return ChunkModel(
+        latents, unfold, argmax_tokens, advance, empty_cache, Fork.at, log_probs, prior
+    )
 
 
 def score(

@@ -44,11 +44,12 @@ def known_model(chunk_size: int) -> ChunkModel:
     return ChunkModel(
         latents,
         unfold,
-        lambda x_R1: x_R1[:, 0].astype(jnp.int32),
+        lambda x, prior: x[..., 0].astype(jnp.int32),
         advance,
         lambda batch, size, window: jnp.zeros(batch),
         lambda cache, length_B, size: cache,
-        None,
+        log_probs=None,
+        prior=None,
     )
 
 

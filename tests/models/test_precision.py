@@ -136,7 +136,7 @@ def test_the_frozen_autoencoder_multiplies_at_the_highest_precision(monkeypatch)
         target = task.target({}, frozen, posterior, tokens_PK, None, None)
         logit_PKNV, pull = jax.vjp(lambda x_PNZ: target.decode(x_PNZ, None), latent_PNZ)
         model = task.bind({}, frozen)
-        return target.posterior, pull(logit_PKNV), model.decode(latent_PNZ)
+        return target.posterior, pull(logit_PKNV), model.decode(None, latent_PNZ)
 
     found = products(jax.jit(encoded_and_decoded).lower(frozen, tokens_PK, latent_PNZ).as_text())
     assert set(found) == {("HIGHEST", "f32", "f32", "f32")}

@@ -185,8 +185,9 @@ def test_weights_in_the_compute_dtype_give_the_same_numbers(variant):
         memory = model.empty_cache(2, 8, 8) if cached else None
         h_BLD, _ = model.advance(tokens_BLK, memory)
         keys = jax.random.split(jax.random.key(0), 2)
-        latent_BNZ = model.latents(h_BLD[:, -1], 5, keys, 1)
-        return h_BLD, latent_BNZ, model.decode(latent_BNZ)
+        h_BD = h_BLD[:, -1]
+        latent_BNZ = model.latents(h_BD, 5, keys, 1)
+        return h_BLD, latent_BNZ, model.decode(h_BD, latent_BNZ)
 
     for cached in (False, True):
         jax.tree.map(np.testing.assert_array_equal, run(cast, cached), run(made.params, cached))

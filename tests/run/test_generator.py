@@ -67,7 +67,14 @@ class Playback:
             return params["scripts"][row_R, jnp.minimum(place_R, PLACES - 1), choice_R][..., None]
 
         return ChunkModel(
-            _latents, unfold, lambda x_R1: x_R1[:, 0], _advance, _empty_cache, None, None
+            _latents,
+            unfold,
+            lambda x, prior: x[..., 0],
+            _advance,
+            _empty_cache,
+            fork=None,
+            log_probs=None,
+            prior=None,
         )
 
 
@@ -244,9 +251,9 @@ def test_no_more_chunks_are_generated_than_max_tokens_needs():
         def bind(self, params, frozen):
             model = Playback.bind(self, params, frozen)
 
-            def argmax_tokens(x_R1):
+            def argmax_tokens(x, prior):
                 jax.debug.callback(lambda: seen.append(1))
-                return model.argmax_tokens(x_R1)
+                return model.argmax_tokens(x, prior)
 
             return dataclasses.replace(model, argmax_tokens=argmax_tokens)
 

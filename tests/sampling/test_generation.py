@@ -110,7 +110,7 @@ def toy_empty_cache(batch, size, window):
     return KVCache.empty(1, batch, size, CHUNK, 1, window, jnp.int32)
 
 
-TOY = ChunkModel(None, None, None, toy_advance, toy_empty_cache, None, None)
+TOY = ChunkModel(None, None, None, toy_advance, toy_empty_cache, None, None, None)
 
 
 def one_draw(tokens_BK, active_B) -> Sampled:
@@ -338,7 +338,14 @@ def bind_random(params, frozen):
         return (latent_RZ * jnp.arange(1, 1 + CHUNK))[..., None] % (VOCAB - 1)
 
     return ChunkModel(
-        latents, unfold, lambda x_R1: x_R1[:, 0], toy_advance, toy_empty_cache, None, None
+        latents,
+        unfold,
+        lambda x, prior: x[..., 0],
+        toy_advance,
+        toy_empty_cache,
+        fork=None,
+        log_probs=None,
+        prior=None,
     )
 
 
@@ -352,7 +359,14 @@ def bind_uniform(params, frozen):
         return jnp.tile(latent_RZ, (1, CHUNK))[..., None]
 
     return ChunkModel(
-        latents, unfold, lambda x_R1: x_R1[:, 0], toy_advance, toy_empty_cache, None, None
+        latents,
+        unfold,
+        lambda x, prior: x[..., 0],
+        toy_advance,
+        toy_empty_cache,
+        fork=None,
+        log_probs=None,
+        prior=None,
     )
 
 

@@ -48,10 +48,10 @@ def model_of(latents, book=BOOK):
         token_RK = jnp.asarray(book)[latent_R1[:, 0].astype(jnp.int32)]
         return jnp.stack([token_RK, token_RK], axis=-1).astype(jnp.float32)
 
-    def argmax_tokens(x_R2):
-        return (x_R2.sum(-1) / 2).astype(jnp.int32)
+    def argmax_tokens(x, prior):
+        return (x.sum(-1) / 2).astype(jnp.int32)
 
-    return ChunkModel(latents, unfold, argmax_tokens, None, None, None, None)
+    return ChunkModel(latents, unfold, argmax_tokens, None, None, None, None, None)
 
 
 def config_of(temperature_, sampler, **changes):
@@ -394,7 +394,7 @@ def test_at_temperature_1_every_sampler_is_the_same_single_draw():
 
 def test_a_model_with_log_probs_is_sampled_directly_at_any_temperature():
     log_probs = jnp.log(jnp.array(PROBS))
-    model = ChunkModel(*[None] * 6, lambda h_PD: jnp.tile(log_probs, (len(h_PD), 1)))
+    model = ChunkModel(*[None] * 6, lambda h_PD: jnp.tile(log_probs, (len(h_PD), 1)), None)
     h_B1, active_B = jnp.zeros((5000, 1)), np.arange(5000) % 5 > 0
     key_B = jax.random.split(jax.random.key(0), 5000)
     config = config_of(0.4, "published", max_draws=1)

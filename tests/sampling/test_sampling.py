@@ -25,11 +25,12 @@ from calm_jax.tasks import CalmTask
 TOKENS = ChunkModel(
     latents=None,
     unfold=lambda latent_RK: latent_RK[..., None],
-    argmax_tokens=lambda x_R1: x_R1[:, 0].astype(jnp.int32),
+    argmax_tokens=lambda x, prior: x[..., 0].astype(jnp.int32),
     advance=None,
     empty_cache=None,
     fork=None,
     log_probs=None,
+    prior=None,
 )
 
 # --- Counting -----------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ def test_pruned_counts_equal_the_counts_of_whole_chunks(batch, num_draws, chunk_
     """From `company` on; smaller counts are only known to be smaller. Also checks how many tokens are decoded."""
     pool_BNK = random_pools(batch, num_draws, chunk_size)
     expected = np.asarray(jax.jit(temperature.count_equal)(pool_BNK))
-    counted = jax.jit(lambda pool_BNK: count_draws(TOKENS, pool_BNK, company))(pool_BNK)
+    counted = jax.jit(lambda pool_BNK: count_draws(TOKENS, None, pool_BNK, company))(pool_BNK)
     count_BN = np.asarray(counted.count)
     assert count_BN.dtype == np.int32 and (count_BN >= 1).all()
     frequent_BN = expected >= company
@@ -90,9 +91,9 @@ def test_pruned_counts_lead_to_the_same_choices_as_counts_of_whole_chunks():
     def choices(pool_BNK):
         whole_BN, results = temperature.count_equal(pool_BNK), []
         for n in (2, 3):
-            for count_BN in (whole_BN, count_draws(TOKENS, pool_BNK, n).count):
+            for count_BN in (whole_BN, count_draws(TOKENS, None, pool_BNK, n).count):
                 results.append(temperature.emit(count_BN, n, key_B))
-        for count_BN in (whole_BN, count_draws(TOKENS, pool_BNK, 2).count):
+        for count_BN in (whole_BN, count_draws(TOKENS, None, pool_BNK, 2).count):
             log_weight_BN, _ = temperature.log_weights(count_BN, 1 / 3, leave_out=True)
             results.append(temperature.pick(log_weight_BN, key_B))
         return results
@@ -130,13 +131,13 @@ def bound(variables, model):
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 63 * 2, 63 * 5, 63 * 10, 63 * 11, 10**9])
 def test_decoding_in_blocks_of_the_vocabulary_takes_the_argmax(monkeypatch, most):
-    monkeypatch.setattr(chunk_model, "_MAX_LOGITS", most)
+    monkeypatch.setattr(chunk_model, "_MAX_LOGITS_ON_CPU", most)
     monkeypatch.setattr("calm_jax.tasks.calm.at_once", chunk_model.at_once)
     model = autoencoder()
     variables = random_variables(model)
     latent_PNZ = np.random.default_rng(1).normal(size=(3, 7, Z)).astype(np.float32)
     logits = model.apply(variables, latent_PNZ.reshape(-1, Z), method="decode")
-    decode = jax.jit(lambda latent_PNZ: bound(variables, model).decode(latent_PNZ))
+    decode = jax.jit(lambda latent_PNZ: bound(variables, model).decode(None, latent_PNZ))
     tokens_PNK = decode(latent_PNZ)
     assert tokens_PNK.dtype == jnp.int32
     np.testing.assert_array_equal(tokens_PNK.reshape(-1, K), logits.argmax(-1))
@@ -166,7 +167,7 @@ def test_of_equally_likely_tokens_the_first_is_taken_for_every_block_size():
     is_tied_R = (logits == logits.max(-1, keepdims=True)).sum(-1) > 1
     assert is_tied_R.mean() > 0.3
     for block in range(1, V + 2):
-        token_R = model.apply({"params": params}, x_RD, block, method="argmax_tokens")
+        token_R = model.apply({"params": params}, x_RD, block, None, method="argmax_tokens")
         np.testing.assert_array_equal(token_R, logits.argmax(-1))
 
 
@@ -178,8 +179,8 @@ def test_pruned_counts_with_a_real_decoder_equal_the_counts_of_whole_chunks():
     latent_BNZ = rng.integers(-1, 2, (30, 25, 1)) * rng.normal(size=Z)
     latent_BNZ = (latent_BNZ + rng.normal(size=latent_BNZ.shape) / 10).astype(np.float32)
     chunks = bound(variables, model)
-    tokens_BNK = jax.jit(chunks.decode)(latent_BNZ)
-    counted = jax.jit(lambda latent_BNZ: count_draws(chunks, latent_BNZ, 2))(latent_BNZ)
+    tokens_BNK = jax.jit(lambda latent_BNZ: chunks.decode(None, latent_BNZ))(latent_BNZ)
+    counted = jax.jit(lambda latent_BNZ: count_draws(chunks, None, latent_BNZ, 2))(latent_BNZ)
     expected = np.asarray(temperature.count_equal(tokens_BNK))
     np.testing.assert_array_equal(counted.count, expected)
     assert expected.min() == 1 and expected.max() > 5
@@ -207,7 +208,7 @@ def test_draw_decodes_latents_from_each_positions_own_key():
 
 @pytest.mark.parametrize("size, expected", [(1, 100), (30, 3), (100, 1), (101, 1), (10**9, 1)])
 def test_at_once_is_at_least_one(monkeypatch, size, expected):
-    monkeypatch.setattr(chunk_model, "_MAX_LOGITS", 100)
+    monkeypatch.setattr(chunk_model, "_MAX_LOGITS_ON_CPU", 100)
     assert chunk_model.at_once(size) == expected
 
 

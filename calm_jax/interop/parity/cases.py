@@ -102,13 +102,14 @@ def energy_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
     posterior = lm.posterior(ids)
     yield "target mean", posterior.mean, golden["ae_mean"]
     yield "target log std", posterior.log_std, golden["ae_log_std"]
-    x_PNZ = lm.head(params, lm.predicting(params, ids), noise_PNE)
+    h_PD = lm.predicting(params, ids)
+    x_PNZ = lm.head(params, h_PD, noise_PNE)
     yield "head draws", x_PNZ.swapaxes(0, 1), golden["head_out"]
     score_P = energy_score(x_PNZ, posterior, eps_PMZ, float(golden["beta"]))
     yield "energy score", score_P, golden["energy_score"]
     yield "evaluation loss", -score_P.mean(), golden["eval_loss"]
 
-    sample_PSK = lm.bind().decode(x_PNZ[:, :2])
+    sample_PSK = lm.bind().decode(h_PD, x_PNZ[:, :2])
     for sample, name in enumerate(("pred1", "pred2")):
         published = golden[name]
         ours = sample_PSK[:, sample].reshape(published.shape)
@@ -154,7 +155,7 @@ def generate_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
     noise_SBE, model = jnp.asarray(golden["head_rand"] - 0.5), lm.bind()
 
     def next_chunk(h_BD: jax.Array, step: jax.Array) -> jax.Array:
-        return model.decode(lm.head(lm.params, h_BD, noise_SBE[step][:, None]))[:, 0]
+        return model.decode(h_BD, lm.head(lm.params, h_BD, noise_SBE[step][:, None]))[:, 0]
 
     tokens = _continued(model, lm.chunks(golden["prompt"]), len(noise_SBE), next_chunk)
     given = golden["prompt"].shape[1]
