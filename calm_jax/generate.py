@@ -1,6 +1,6 @@
 """Generates text with a trained model.
 
-python -m calm_jax.generate --workdir=runs/quickstart --prompt='def main(' --sampler=pooled --temperature=0.5 --max_tokens=128
+python -m calm_jax.generate --workdir=runs/quickstart --prompt='def main(' --max_tokens=128
 
 The continuation of a single prompt is printed while it is generated; those of several prompts are printed in order, each
 when it is complete. With --output=FILE.jsonl they are written to that file, one JSON object for each prompt: its text,

@@ -4,8 +4,8 @@
         --config.data.train_files=records.jsonl
 
 Each line of the file is {"prompt": ..., "completion": ...}; the loss is on the completions only. Architecture, parameters,
-tokenizer and autoencoder come from the workdir. To train on plain text, add --config.data.prompt_field=
---config.data.text_field=text. To keep what the model knows, mix old text in (docs/checkpoints.md).
+tokenizer and autoencoder come from the workdir. To keep what the model knows, mix old text in (docs/checkpoints.md).
+--config=configs/finetune.py:DIR,text trains on plain text, with the losses and the token prior of the workdir.
 """
 
 import os
@@ -17,7 +17,9 @@ from calm_jax.errors import UserError
 from configs import workdir
 
 
-def get_config(folder: str = "") -> ConfigDict:
+def get_config(argument: str = "") -> ConfigDict:
+    folder = argument.removesuffix(",text")
+    has_prompts = folder == argument
     if not folder:
         raise UserError("configs/finetune.py needs a workdir: --config=configs/finetune.py:DIR")
     refuse_url(folder, f"--config=configs/finetune.py:{folder}")
@@ -40,25 +42,17 @@ def get_config(folder: str = "") -> ConfigDict:
     config.data.validation_files = ""
     config.data.min_characters = 0
     config.data.max_words = 0
-    config.data.prompt_field = "prompt"
-    config.data.text_field = "completion"
+    config.data.prompt_field = "prompt" if has_prompts else ""
+    config.data.text_field = "completion" if has_prompts else "text"
     data = config.lm.data
     data.append_eos = True
     data.align_documents_to_chunks = True
 
-    # A quarter of the weight that the decoded Brier loss had in training on text. With the whole weight, this loss is mostly noise
-    # to the head where records are few; without it, the model forgets text that is mixed with them (docs/experiments.md). The loss
-    # needs no delay, because the head has already learnt to draw latents that decode to text.
+    # The decoded Brier loss needs no delay, because the head has already learnt to draw latents that decode to text.
     if "decoded_brier_weight" in config.lm.head:
-        if not was_finetuned:
-            config.lm.head.decoded_brier_weight /= 4
         config.lm.head.decoded_brier_delay = 0
-        # At 1, answers that all draws decode wrongly for certain stay wrong (docs/experiments.md).
-        config.lm.head.decoded_brier_temperature = 3.0
-
-    # The token predictor learns new answers in a few hundred steps, and the head needs several times as many (docs/experiments.md).
-    if config.lm.token_prior_weight:
-        config.lm.token_prior_weight = max(8.0, config.lm.token_prior_weight)
+    if has_prompts:
+        _set_for_records(config, was_finetuned)
 
     # All available devices, whatever mesh the model was trained on.
     config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, -1, 1
@@ -78,3 +72,18 @@ def get_config(folder: str = "") -> ConfigDict:
     training.eval_every = 100
     training.checkpoint_every = 100
     return config
+
+
+def _set_for_records(config: ConfigDict, was_finetuned: bool) -> None:
+    """Losses and token prior for answers that are to be exact. `was_finetuned`: whether the workdir's run had records itself."""
+    # A quarter of the weight that the decoded Brier loss had in training on text. With the whole weight, this loss is mostly noise
+    # to the head where records are few; without it, the model forgets text that is mixed with them (docs/experiments.md).
+    if "decoded_brier_weight" in config.lm.head:
+        if not was_finetuned:
+            config.lm.head.decoded_brier_weight /= 4
+        # At 1, answers that all draws decode wrongly for certain stay wrong (docs/experiments.md).
+        config.lm.head.decoded_brier_temperature = 3.0
+
+    # The token predictor learns new answers in a few hundred steps, and the head needs several times as many (docs/experiments.md).
+    if config.lm.token_prior_weight:
+        config.lm.token_prior_weight = max(8.0, config.lm.token_prior_weight)

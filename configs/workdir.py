@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 from calm_jax.cli.files import read_json, refuse_url
 from calm_jax.config import as_dict, resolve
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, reason_of
 
 
 def get_config(folder: str = "") -> ConfigDict:
@@ -17,5 +17,8 @@ def get_config(folder: str = "") -> ConfigDict:
     try:
         stored = read_json(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is no workdir: {path} cannot be read ({error})") from error
+        why = getattr(error, "strerror", None) or reason_of(error)
+        raise UserError(
+            f"{folder} is no workdir: {path} cannot be read ({why}); give the folder of a run"
+        ) from error
     return ConfigDict(as_dict(resolve(stored)))

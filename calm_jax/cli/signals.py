@@ -33,8 +33,8 @@ def ignore_the_next() -> None:
 
 
 def interrupted(name: str) -> Interrupted:
-    """The error for a signal outside training, where all results are on disk already. `name`: such as "SIGTERM"."""
-    return Interrupted(f"{name}: finished results are kept; give the same command again")
+    """The error for a signal outside training's steps. `name`: such as "SIGTERM"."""
+    return Interrupted(f"{name}: what is on disk is kept; give the same command again")
 
 
 def _is_importing() -> bool:

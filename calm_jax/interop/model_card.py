@@ -91,7 +91,8 @@ def model_card(workdir: Workdir, has_lm: bool, num_parameters: int, repository: 
     parts += ["```", "", "The weights are in the layout of the published PyTorch code."]
     if not workdir.is_converted:
         run = RunFiles(workdir)
-        scores = _scores(config, run)
+        # Without the token prior, which is not exported, these weights have lower scores than the run.
+        scores = [] if has_lm and config.lm.token_prior_weight else _scores(config, run)
         parts += ["", "## Training", "", *_training(config, run)]
         parts += ["", "<!-- What the text is, and where it comes from. -->"]
         if scores:

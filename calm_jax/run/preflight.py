@@ -57,7 +57,11 @@ def _check_fits(
     for name, (ours, other) in ours_and_theirs.items():
         if ours == other:
             continue
-        hint = f"; its tokenizer is {source.path}/tokenizer/model" if name == "tokenizer" else ""
+        hint = (
+            f"; --config.tokenizer.path={source.path}/tokenizer/model takes its tokenizer"
+            if name == "tokenizer"
+            else ""
+        )
         raise UserError(
             f"{key}={str(source.path)!r} has {name}={other!r}, this recipe has {ours!r}{hint}"
         )
@@ -285,7 +289,10 @@ def _check(
     fresh = overwrite or not workdir.exists
     data = config.data
     if reads_train_files(config, config.stages) and data.validation_files and not data.train_files:
-        raise UserError("data.validation_files needs data.train_files to train on")
+        raise UserError(
+            f"data.validation_files={data.validation_files!r} needs data.train_files to train on (--config.data.train_files=stdlib: "
+            "names Python's standard library)"
+        )
     if not fresh:
         _refuse_converted(workdir)
         workdir.check_config(config, training=True)

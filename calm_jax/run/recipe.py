@@ -250,8 +250,8 @@ def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Pro
     ):
         multihost.run_on_all(lambda: workdir.check_config(config, training=True))
         print(
-            f"{workdir.path} is finished, there is nothing to do: --mode=eval scores it again, more "
-            "training.num_steps go on from here, --overwrite starts anew"
+            f"{workdir.path} is finished, there is nothing to do: --mode=eval scores it again, a larger training.num_steps than "
+            "that of its last checkpoint continues it, --overwrite starts anew"
         )
         return
     mesh = multihost.run_on_all(lambda: _training_mesh(config))

@@ -137,10 +137,8 @@ def print_results(results: Mapping[str, Mapping], config: Config, workdir: Workd
     progress.console().print(table, highlight=False)
     if "lm" in results:
         print(f"next:\n  python -m calm_jax.generate --workdir={path} --prompt=TEXT")
-        if not workdir.is_converted:
-            print(
-                f"  python -m calm_jax.main --mode=eval --config=configs/workdir.py:{path} --config.eval.num_samples=8"
-            )
+        if not workdir.is_converted and "equal_context" not in results:
+            print(f"  python -m calm_jax.main --mode=eval --config=configs/workdir.py:{path}")
     elif "autoencoder" in results and not workdir.is_converted:
         print(
             f"next:\n  python -m calm_jax.main --config=configs/workdir.py:{path} --config.stage=lm"

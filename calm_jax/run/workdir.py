@@ -164,7 +164,8 @@ class Workdir:
     def config(self) -> Config:
         """The stored config. Raises `UserError` if the folder is no workdir."""
         if not self.exists:
-            raise UserError(f"{self.path} is no workdir: it has no config.json")
+            why = "it has no config.json" if self.path.exists() else "there is no such folder"
+            raise UserError(f"{self.path} is no workdir: {why}; give the folder of a run")
         try:
             stored = read_json(self._config_path)
         except (OSError, ValueError) as error:

@@ -65,9 +65,14 @@ def test_the_exported_autoencoder_folder_is_found_and_keeps_its_config(plan_of, 
     assert "norms' epsilon" in plan_of(tmp_path / "moved", tokenizer="bytes").notes[0]
 
 
-def test_a_model_card_tells_what_is_known(tmp_path):
-    """Of a run that was trained here: steps, text and scores; the front matter is what the hub reads."""
-    workdir = random_workdir(tmp_path / "ours", "head=energy")
+@pytest.mark.parametrize("prior", [0.0, 2.0])
+def test_a_model_card_tells_what_is_known(prior, tmp_path):
+    """Of a run that was trained here: steps, text and scores; the front matter is what the hub reads.
+
+    Scores with a token prior are not those of the exported weights, and are left out.
+    """
+    changes = {"lm__token_loss_weight": prior, "lm__token_prior_weight": prior}
+    workdir = random_workdir(tmp_path / "ours", "head=energy", **changes)
     (workdir.path / "converted.json").unlink(missing_ok=True)
     text = {"train": {"documents": 7, "characters": 1234, "fingerprint": "0"}}
     workdir.corpus_path.write_text(json.dumps(text))
@@ -84,5 +89,6 @@ def test_a_model_card_tells_what_is_known(tmp_path):
     )
     for part in ("# my-calm\n", "1,234,567 parameters", "7 documents, 1,234 characters"):
         assert part in card
-    assert "| BrierLM | 12.50 ± 0.50 |" in card and "K = 4 tokens, energy head" in card
+    assert ("| BrierLM | 12.50 ± 0.50 |" in card) == (not prior) and "energy head" in card
+    assert "K = 4 tokens" in card
     assert "convert --source=my-calm --workdir=runs/my-calm --tokenizer=bytes" in card

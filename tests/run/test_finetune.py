@@ -62,6 +62,19 @@ def test_a_token_prior_is_raised_to_eight_and_none_stays_none(tmp_path):
         assert finetune_recipe.get_config(str(workdir.path)).lm.token_prior_weight == after
 
 
+def test_on_plain_text_the_losses_and_the_token_prior_stay_as_they_were(tmp_path):
+    tree = tiny_recipe.get_config("x,all_losses")
+    workdir = Workdir(tmp_path / "run")
+    workdir._create(resolve(tree), BYTES, "corpus.json", {})
+    tuned = finetune_recipe.get_config(f"{workdir.path},text")
+    assert (tuned.data.prompt_field, tuned.data.text_field) == ("", "text")
+    for key in ("decoded_brier_weight", "decoded_brier_temperature"):
+        assert tuned.lm.head[key] == tree.lm.head[key]
+    assert tuned.lm.token_prior_weight == tree.lm.token_prior_weight == 2
+    assert tuned.lm.head.decoded_brier_delay == 0
+    assert tuned.init_from == str(workdir.path)
+
+
 # --- Records
 
 

@@ -78,8 +78,13 @@ def _begin(output: pathlib.Path, about: dict) -> None:
     # Without results (after an error such as a wrong field name) the preparation simply starts anew.
     if other and any((*output.glob("shard-*"), *output.glob("work/checked-*.json"))):
         key, then, now = other[0]
+        difference = f"with {key}={then!r}, not {now!r}"
+        if now is None:
+            difference = f"with {key}={then!r}, which is not given now"
+        elif then is None:
+            difference = f"without {key}={now!r}"
         raise UserError(
-            f"--output={output} was begun with {key}={then!r}, not {now!r}: give another folder, or delete it"
+            f"--output={output} was begun {difference}: give another folder, or delete it"
         )
     if other:
         _delete(output / "work")

@@ -103,7 +103,9 @@ def open_tokenizer(name: str) -> tuple[Tokenizer, TokenizerConfig]:
     if name == ByteTokenizer.kind:
         config = TokenizerConfig(name, "", 512)
     elif not os.path.isfile(name):
-        raise UserError(f"--tokenizer={name!r} is no file; give one, or 'bytes'")
+        raise UserError(
+            f"--tokenizer={name!r} is no file; give one, or 'bytes' (a run's tokenizer is tokenizer/model in its folder)"
+        )
     else:
         config = _config_of_file(pathlib.Path(name))
     return make_tokenizer(config, ()), config
