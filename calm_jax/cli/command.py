@@ -26,6 +26,13 @@ _WAYS_OUT = {
 _EXIT_SECONDS = 20
 
 
+class _Plain(logging_lib.Formatter):
+    """`warning: MESSAGE`, like the line of an error."""
+
+    def format(self, record: logging_lib.LogRecord) -> str:
+        return f"{record.levelname.lower()}: {record.getMessage()}"
+
+
 def _is_no_orbax_error(record: logging_lib.LogRecord) -> bool:
     """False for errors that Orbax logs with a traceback: the command raises the same error itself, in one line."""
     return not (record.levelno >= logging_lib.ERROR and "orbax" in record.pathname)
@@ -79,6 +86,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)
             logging.get_absl_logger().addFilter(_is_no_orbax_error)
+            logging.get_absl_handler().setFormatter(_Plain())
         # Python has no object for a stream that was closed, as by `>&-`.
         sys.stdout = sys.stdout or _nowhere()
         sys.stderr = sys.stderr or _nowhere()

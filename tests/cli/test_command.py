@@ -336,3 +336,14 @@ def test_what_is_cleaned_up_after_a_signal_is_not_interrupted(monkeypatch):
     number = len(alarms)
     time.sleep(0.05)
     assert len(alarms) == number
+
+
+def test_a_warning_is_one_line_like_an_error():
+    code = (
+        "from absl import app, logging; from calm_jax.cli.command import command; "
+        "app.run(command(lambda argv: logging.warning('%s is %d', 'x', 1)), argv=['x'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "warning: x is 1\n")
