@@ -23,7 +23,7 @@ from calm_jax.build import stage_of
 from calm_jax.config import Config
 from calm_jax.cost import flops, sizes
 from calm_jax.data.tokenizers import Tokenizer, Vocabulary
-from calm_jax.errors import typed_reason_of
+from calm_jax.errors import UserError, typed_reason_of
 from calm_jax.parallel import multihost
 from calm_jax.parallel.devices import Accelerator, accelerator, memory_here
 from calm_jax.parallel.mesh import MeshConfig, adapted, num_row_shards
@@ -356,6 +356,30 @@ class FittedStep(NamedTuple):
     compiled: jax.stages.Compiled
 
 
+def available_here() -> float:
+    """Bytes that a program may take of each device, by the smallest memory of all processes, which must all call it."""
+    share = _SHARE_OF_HOST if jax.devices()[0].platform == "cpu" else SHARE
+    return share * min(multihost.all_gather(memory_here()))
+
+
+def check_backbone(config: Config, vocab_size: int, mesh: Mesh, available: float) -> None:
+    """Raises `UserError` if stage 2 cannot fit, whatever its automatic keys, so that stage 1 is not trained in vain.
+
+    It counts the parameters, gradients and moments of the transformer's products and token embeddings alone, and traces nothing.
+    """
+    body = config.lm.model
+    width, narrow = body.hidden_size, body.num_kv_heads * body.head_size
+    layer = 2 * width * (width + narrow) + 3 * width * body.intermediate_size
+    state = 4 * 4.0 * (body.num_layers * layer + vocab_size * width)
+    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
+    if state / (fsdp * tensor) > available:
+        raise UserError(
+            f"lm: parameters, gradients and optimizer of lm.model.num_layers={body.num_layers} with lm.model.hidden_size={width} take over "
+            f"{state / (fsdp * tensor) / 2**30:.2f} GiB a device, and a step may take {available / 2**30:.2f} GiB: give more devices along "
+            f"mesh.fsdp (now {fsdp}), or a smaller model"
+        )
+
+
 def fit_here(
     config: Config,
     stage: str,
@@ -392,11 +416,9 @@ def fit_here(
         seconds = least_seconds(compiled.program, one, stage, mesh, tokenizer.vocab_size, rates)
         return Need(arguments, sum(compiled.memory.values()), seconds)
 
-    # The first of all processes' devices, and the smallest memory of all, so that all processes choose the same.
-    device = jax.devices()[0]
-    rates = accelerator(device.device_kind, mesh.size)
-    share = _SHARE_OF_HOST if device.platform == "cpu" else SHARE
-    available = share * min(multihost.all_gather(memory_here()))
+    # The first of all processes' devices, so that all processes choose the same.
+    rates = accelerator(jax.devices()[0].device_kind, mesh.size)
+    available = available_here()
     every = candidates(config, stage, mesh, tokenizer.vocab_size, rates)
     found = fit_to_memory(every, stage, available, measure)
     values = ", ".join(f"{name}={value}" for name, value in chosen(found.config, stage).items())

@@ -216,7 +216,7 @@ class Generator:
             raise UserError(
                 f"prompt {index} has {len(ids)} tokens; with max_tokens={options.max_tokens} that makes {needed} chunks "
                 f"of {self.task.chunk_size}, and the model's context is {self.max_chunks}: shorten one of them, or let "
-                "the context slide (long_context='slide', the flag --long_context=slide)"
+                "the context slide with long_context='slide' (the command's --long_context=slide)"
             )
         return row
 

@@ -18,6 +18,7 @@ from calm_jax.data.corpus import Corpus
 from calm_jax.data.tokenizers import Tokenizer, check_path, make_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
+from calm_jax.planning import fitting
 from calm_jax.run.dataset import Dataset, read_corpus, reads_train_files
 from calm_jax.run.workdir import Workdir, describe
 from calm_jax.training import checkpoint_files
@@ -264,7 +265,10 @@ def begin(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Data
     Raises:
       UserError: if a check fails, before anything is written or deleted.
     """
-    text, facts, write = multihost.run_on_all(lambda: _check(config, workdir, overwrite, mesh))
+    available = fitting.available_here()
+    text, facts, write = multihost.run_on_all(
+        lambda: _check(config, workdir, overwrite, mesh, available)
+    )
     multihost.check_same(facts)
     multihost.write_once(write)
     multihost.check_shared(workdir.path)
@@ -272,9 +276,9 @@ def begin(config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh) -> Data
 
 
 def _check(
-    config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh
+    config: Config, workdir: Workdir, overwrite: bool, mesh: Mesh, available: float
 ) -> tuple[Dataset, Callable[[], dict[str, Any]], Callable[[], None]]:
-    """Does all the checks of `begin` and writes nothing.
+    """Does all the checks of `begin` and writes nothing. `available`: bytes that a step may take of a device.
 
     Returns `(text, facts, write)`: the run's text; a function that collects what must be equal on all processes; a
     function that makes or opens the workdir.
@@ -308,6 +312,8 @@ def _check(
     else:
         workdir.check_corpus(corpus)
         tokenizer = workdir.tokenizer
+    if len(config.stages) > 1 and fitting.is_automatic(config, "lm"):
+        fitting.check_backbone(config, tokenizer.vocab_size, mesh, available)
     if not fresh or initial is not None or corpus.prepared:
         _check_tokenizer_file(config, tokenizer)
     _, autoencoder = _find_sources(config, workdir, fresh, tokenizer)

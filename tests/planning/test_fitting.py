@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh
 
 from calm_jax.build import stage_of
 from calm_jax.config import resolve
+from calm_jax.cost import sizes
 from calm_jax.data.tokenizers import ByteTokenizer, Vocabulary
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
@@ -22,7 +23,7 @@ from calm_jax.planning import fitting
 from calm_jax.planning.fitting import Need
 from calm_jax.run.recipe import Run
 from calm_jax.run.workdir import Workdir
-from configs import calm_m
+from configs import ar_l, calm_m, calm_xl, quickstart
 from tests.tiny_recipe import get_config
 
 V5E = accelerator("TPU v5 lite")
@@ -266,6 +267,17 @@ def test_devices_hold_all_parameters_for_generation_if_both_copies_take_three_qu
         assert fitting.generation_mesh(config, 128257, jax.devices() * 16, memory) == mesh
     # Four devices cannot make up fsdp=16.
     assert fitting.generation_mesh(config, 128257, jax.devices() * 4, 1) == MeshConfig(-1, 4, 1)
+
+
+@pytest.mark.parametrize("recipe", [calm_m, calm_xl, ar_l, quickstart])
+def test_what_a_backbone_needs_at_least_is_most_of_what_the_state_takes(recipe):
+    config = resolve(recipe.get_config())
+    vocab_size = 4096 if recipe is quickstart else 128_257
+    state = sum(sizes.state_bytes(config, "lm", vocab_size).values())
+    mesh = AbstractMesh((1, 2, 1), AXES)
+    fitting.check_backbone(config, vocab_size, mesh, state / 2)
+    with pytest.raises(UserError, match=r"lm: parameters, .* mesh\.fsdp \(now 2\)"):
+        fitting.check_backbone(config, vocab_size, mesh, 0.4 * state / 2)
 
 
 def test_the_memory_of_a_cpu_is_the_machines():

@@ -94,6 +94,21 @@ def test_the_message_names_a_bad_value(option, text, tmp_path, capsys, monkeypat
     assert not workdir.exists()
 
 
+def test_a_language_model_that_can_never_fit_is_refused_before_stage_1(
+    text, tmp_path, capsys, monkeypatch
+):
+    line = refuse(
+        capsys,
+        monkeypatch,
+        f"--config=tests/tiny_recipe.py:{text}",
+        f"--workdir={tmp_path / 'run'}",
+        "--config.lm.training.accumulation_steps=0",
+        "--config.lm.model.hidden_size=4000000",
+    )
+    assert "lm.model.hidden_size=4000000 take over" in line and "smaller model" in line
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_remote_workdir_is_refused_before_anything_is_done(text, tmp_path, capsys, monkeypatch):
     """`pathlib` would make a local folder `gs:`."""
     (tmp_path / "here").mkdir()
