@@ -24,7 +24,7 @@ def folder_of(source: str, flag: str, revision: str = "") -> pathlib.Path:
       revision: a branch, a tag or a commit of the repository; its main branch if empty.
 
     Raises:
-      UserError: if `source` is neither, or cannot be downloaded, or is a folder and has a revision.
+      UserError: if `source` is neither, or cannot be downloaded, or is a folder and has a revision, or is a workdir.
     """
     path = pathlib.Path(source)
     try:
@@ -33,6 +33,10 @@ def folder_of(source: str, flag: str, revision: str = "") -> pathlib.Path:
         raise UserError(f"{flag}={source!r} cannot be opened ({error})") from error
     if is_folder and revision:
         raise UserError(f"{flag}={source!r} is a folder, which has no revision {revision!r}")
+    if is_folder and is_file(path / "tokenizer" / "model"):
+        raise UserError(
+            f"{flag}={source!r} is a workdir of calm_jax, which needs no conversion: give it as --workdir"
+        )
     if is_folder:
         return path
     if exists:

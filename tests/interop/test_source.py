@@ -73,6 +73,13 @@ def test_a_revision_of_a_folder_is_refused(tmp_path):
     assert "is a folder, which has no revision 'v1'" in line
 
 
+def test_a_workdir_is_refused_as_a_source(tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "model").touch()
+    line = refusal(folder_of, str(tmp_path), "--source")
+    assert "is a workdir" in line and line.endswith("give it as --workdir")
+
+
 def test_impossible_file_names_are_refused_in_one_line(golden):
     for name in ("x" * 300, "a\0b"):
         assert "--source" in refusal(folder_of, name, "--source")
