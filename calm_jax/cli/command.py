@@ -27,10 +27,11 @@ _EXIT_SECONDS = 20
 
 
 class _Plain(logging_lib.Formatter):
-    """`warning: MESSAGE`, like the line of an error."""
+    """`warning: MESSAGE`, like the line of an error; behind it the traceback of an exception that is logged."""
 
     def format(self, record: logging_lib.LogRecord) -> str:
-        return f"{record.levelname.lower()}: {record.getMessage()}"
+        line = f"{record.levelname.lower()}: {record.getMessage()}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 def _is_no_orbax_error(record: logging_lib.LogRecord) -> bool:

@@ -248,6 +248,7 @@ def inference(
     flops["head"] = head_draws(config, draws, count) / K
     flops["decoder"] = decoded * decoder(config.autoencoder.model, K, vocab_size) / K
     if config.lm.token_prior_weight:
-        prior = _token_predictor(config) + decoded * _token_logits(config, vocab_size)
+        # Once for all draws of a chunk; samplers that decode a chunk's tokens one after the other compute some of it again.
+        prior = _token_predictor(config) + _token_logits(config, vocab_size)
         flops["token predictor"] = prior / K
     return flops

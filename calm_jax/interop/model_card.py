@@ -47,7 +47,11 @@ def _training(config: Config, run: RunFiles) -> list[str]:
 
 
 def _scores(config: Config, run: RunFiles) -> list[str]:
-    rows = report.rows(run.of_training(), config, run.workdir)
+    results = run.of_training()
+    if config.lm.token_prior_weight:
+        # Without the token prior, which is not exported, the language model has lower scores than the run.
+        results = {name: values for name, values in results.items() if name == "autoencoder"}
+    rows = report.rows(results, config, run.workdir)
     if not rows:
         return []
     return ["| | |", "|---|---|", *(f"| {name.strip()} | {value} |" for name, value in rows)]
@@ -91,8 +95,7 @@ def model_card(workdir: Workdir, has_lm: bool, num_parameters: int, repository: 
     parts += ["```", "", "The weights are in the layout of the published PyTorch code."]
     if not workdir.is_converted:
         run = RunFiles(workdir)
-        # Without the token prior, which is not exported, these weights have lower scores than the run.
-        scores = [] if has_lm and config.lm.token_prior_weight else _scores(config, run)
+        scores = _scores(config, run)
         parts += ["", "## Training", "", *_training(config, run)]
         parts += ["", "<!-- What the text is, and where it comes from. -->"]
         if scores:

@@ -331,6 +331,6 @@ def not_carried_over(config: Config) -> list[str]:
     if lm.token_prior_weight:
         notes.append(
             f"lm.token_prior_weight={lm.token_prior_weight}: the published code decodes without the token predictor, so its text "
-            "and its scores are much worse than this run's"
+            "and its scores are worse than those of the model in calm_jax"
         )
     return notes

@@ -35,7 +35,7 @@ def folder_of(source: str, flag: str, revision: str = "") -> pathlib.Path:
         raise UserError(f"{flag}={source!r} is a folder, which has no revision {revision!r}")
     if is_folder and is_file(path / "tokenizer" / "model"):
         raise UserError(
-            f"{flag}={source!r} is a workdir of calm_jax, which needs no conversion: give it as --workdir"
+            f"{flag}={source!r} is a workdir of calm_jax, which needs no conversion: name it where a command takes a workdir"
         )
     if is_folder:
         return path

@@ -161,13 +161,14 @@ class Autoencoder(nn.Module):
         x, _ = self.decoder_token_layers(x, None)
         return self.decoder_norm(x)
 
-    def argmax_tokens(self, x: Array, block: int, prior: Array | None) -> Array:
+    def argmax_tokens(self, x: Array, block: int, prior: tuple[Array, Array] | None) -> Array:
         """The most likely token at each unfolded position.
 
         Args:
             x: vectors from `unfold` [..., D], for any positions.
             block: how many tokens of the vocabulary have their logits computed at once; bounds memory.
-            prior: added to the logits, [..., V] with axes that broadcast against those of x. None adds nothing.
+            prior: features [..., E], with axes that broadcast against those of x, and a table [V, E], whose `vocabulary.logits`
+                are added to the logits. None adds nothing.
 
         Returns:
             Token ids, int32 [...]. Among equally likely tokens the first one is chosen, whatever the block.
@@ -176,19 +177,20 @@ class Autoencoder(nn.Module):
             table_VD, leading = self.embed.embedding, x.shape[:-1]
             x_RD = self._refine(x.reshape(-1, x.shape[-1]))
 
-            def logits(cut: Callable[[Array, int], Array]) -> Array:
-                logit = vocabulary.logits(x_RD, cut(table_VD, 0)).reshape(*leading, -1)
-                return logit if prior is None else logit + cut(prior, -1)
+            def logits(rows: Callable[[Array], Array]) -> Array:
+                logit = vocabulary.logits(x_RD, rows(table_VD)).reshape(*leading, -1)
+                if prior is None:
+                    return logit
+                features, table_VE = prior
+                return logit + vocabulary.logits(features, rows(table_VE))
 
             if block >= self.vocab_size:
-                return vocabulary.argmax(logits(lambda whole, axis: whole))
+                return vocabulary.argmax(logits(lambda table: table))
 
             def better(index: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
                 # The last block starts early enough to be whole; tokens that it repeats do not change the maximum.
                 first = jnp.minimum(index * block, self.vocab_size - block)
-                logit = logits(
-                    lambda whole, axis: jax.lax.dynamic_slice_in_dim(whole, first, block, axis)
-                )
+                logit = logits(lambda table: jax.lax.dynamic_slice_in_dim(table, first, block))
                 most, token = logit.max(-1), vocabulary.argmax(logit) + first
                 is_better = most > best[0]
                 return jnp.where(is_better, most, best[0]), jnp.where(is_better, token, best[1])

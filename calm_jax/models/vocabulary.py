@@ -47,17 +47,18 @@ def logits(x: Array, table_VD: Array) -> Array:
     return product_in_float32(x, table_VD, dimension_numbers)
 
 
-def argmax(logit_RV: Array) -> Array:
-    """The first token with the largest logit, int32 [...]. If a logit is NaN, the token is arbitrary.
+def argmax(logit: Array) -> Array:
+    """The first token with the largest logit, [..., V] -> int32 [...]. If a logit is NaN, the token is arbitrary.
 
-    Logits that the compiler computes twice must be equal bit for bit: a product that is added may be rounded once or twice.
+    The logits must not be an expression such as `a + w * b`. CPUs compare them with their own maximum, and the compiler may compute
+    such an expression twice and round differently, by a fused multiply-add; then none is equal to the maximum.
     """
     if target_device().platform != "cpu":
-        return logit_RV.argmax(-1).astype(jnp.int32)
+        return logit.argmax(-1).astype(jnp.int32)
     # XLA's CPU backend computes an argmax by a scalar loop, three to seven times slower than this.
-    last = logit_RV.shape[-1] - 1
-    is_largest_RV = logit_RV == logit_RV.max(-1, keepdims=True)
-    return jnp.where(is_largest_RV, jnp.arange(last + 1, dtype=jnp.int32), last).min(-1)
+    last = logit.shape[-1] - 1
+    is_largest = logit == logit.max(-1, keepdims=True)
+    return jnp.where(is_largest, jnp.arange(last + 1, dtype=jnp.int32), last).min(-1)
 
 
 def block_size(positions: int, vocab_size: int, on_cpu: bool) -> int:

@@ -250,8 +250,8 @@ def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Pro
     ):
         multihost.run_on_all(lambda: workdir.check_config(config, training=True))
         print(
-            f"{workdir.path} is finished, there is nothing to do: --mode=eval scores it again, a larger training.num_steps than "
-            "that of its last checkpoint continues it, --overwrite starts anew"
+            f"{workdir.path} is finished, there is nothing to do: --mode=eval scores it again, a larger "
+            "--config.lm.training.num_steps continues it, --overwrite starts anew"
         )
         return
     mesh = multihost.run_on_all(lambda: _training_mesh(config))
@@ -315,7 +315,7 @@ def _train_and_report(run: Run, profile: Profile) -> None:
     multihost.write_once(run.check_owned)
     multihost.write_once(lambda: web_report.try_to_write(workdir, text))
     multihost.write_once(lambda: write_atomically(workdir.results_path, text))
-    report.print_results(results, config, workdir)
+    report.print_results(results, config, workdir, are_evaluated=False)
 
 
 def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
@@ -370,7 +370,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
         # The files are written first, because printing may fail: stdout may be closed.
         multihost.write_once(write)
         multihost.write_once(lambda: web_report.try_to_write(workdir))
-        report.print_results(results, config, workdir)
+        report.print_results(results, config, workdir, are_evaluated=True)
         if "plane" in results:
             report.print_plane(results["plane"])
     return results

@@ -118,13 +118,16 @@ def rows(results: Mapping[str, Mapping], config: Config, workdir: Workdir) -> li
     return shown
 
 
-def print_results(results: Mapping[str, Mapping], config: Config, workdir: Workdir) -> None:
+def print_results(
+    results: Mapping[str, Mapping], config: Config, workdir: Workdir, are_evaluated: bool
+) -> None:
     """Prints a table of stages, scores and files, and the commands to run next.
 
     Args:
       results: values by name: "autoencoder", "lm", "floor", "equal_context" and "equal_context_floor", those that were computed.
       config: the config that they were computed with.
       workdir: the run.
+      are_evaluated: whether `--mode=eval` computed them.
     """
     table = rich.table.Table(show_header=False)
     for name, value in rows(results, config, workdir):
@@ -137,7 +140,7 @@ def print_results(results: Mapping[str, Mapping], config: Config, workdir: Workd
     progress.console().print(table, highlight=False)
     if "lm" in results:
         print(f"next:\n  python -m calm_jax.generate --workdir={path} --prompt=TEXT")
-        if not workdir.is_converted and "equal_context" not in results:
+        if not workdir.is_converted and not are_evaluated:
             print(f"  python -m calm_jax.main --mode=eval --config=configs/workdir.py:{path}")
     elif "autoencoder" in results and not workdir.is_converted:
         print(

@@ -35,7 +35,7 @@ class ChunkModel:
             of 1 draws from the model's own distribution.
         unfold: `latent_RZ -> [R, K, D]`, one feature vector for each of the K positions of a latent's chunk.
         argmax_tokens: `(x, prior) -> int32 [...]`, the most likely token at each unfolded position [..., D]; the
-            expensive part of decoding, as it computes V logits. The prior, [..., V], is what `prior` gives for these
+            expensive part of decoding, as it computes V logits. The prior, [..., E], is what `prior` gives for these
             positions, with axes that broadcast against those of x, or None.
         advance: `(tokens_BLK, memory) -> (h_BLD, memory)`, reads chunks after those in a cache or fork, and returns
             it extended by them.
@@ -45,8 +45,8 @@ class ChunkModel:
             chunks of its own, and leaves the cache unchanged (see `Fork`).
         log_probs: `h_PD -> [P, V]`, log-probabilities of the next token, for a model that knows them (K = 1, and its
             latents are the tokens); None for a model that can only be sampled.
-        prior: `h_PD -> [P, K, V]`, what is added to the logits of each token of all draws; None for a model that adds
-            nothing.
+        prior: `h_PD -> [P, K, E]`, features of a prior over the K tokens, whose logits `argmax_tokens` adds to those of
+            each draw; None for a model that adds nothing.
     """
 
     latents: Callable[[Array, int, Array, float], Array]
@@ -60,7 +60,7 @@ class ChunkModel:
     prior: Callable[[Array], Array] | None
 
     def prior_of(self, h_PD: Array) -> Array | None:
-        """The prior of each position [P, K, V], or None."""
+        """The prior's features for each chunk [P, K, E], or None."""
         return None if self.prior is None else self.prior(h_PD)
 
     def unfold_draws(self, latent_PNZ: Array) -> Array:
@@ -70,9 +70,9 @@ class ChunkModel:
 
     def decode(self, h_PD: Array, latent_PNZ: Array) -> Array:
         """The most likely token at each of the K positions of each latent of the chunks after `h`, int32 [P, N, K]."""
-        prior_PKV = self.prior_of(h_PD)
-        prior_P1KV = None if prior_PKV is None else prior_PKV[:, None]
-        return self.argmax_tokens(self.unfold_draws(latent_PNZ), prior_P1KV)
+        prior_PKE = self.prior_of(h_PD)
+        prior_P1KE = None if prior_PKE is None else prior_PKE[:, None]
+        return self.argmax_tokens(self.unfold_draws(latent_PNZ), prior_P1KE)
 
     def draw(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
         """Independent draws of the next chunk, int32 [P, N, K]; each position's draws come from its own key."""

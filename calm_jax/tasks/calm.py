@@ -74,13 +74,13 @@ class CalmTask:
     def bind(self, params: Params, frozen: Params) -> ChunkModel:
         """The model's interface to samplers."""
 
-        def argmax_tokens(x: Array, prior: Array | None) -> Array:
+        def argmax_tokens(x: Array, features: Array | None) -> Array:
+            prior = None if features is None else (features, _token_table(params))
             block = at_once(x.size // x.shape[-1])
             return self._frozen(frozen, "argmax_tokens", x, block, prior)
 
         def prior(h_PD: Array) -> Array:
-            x_PKD = self._token_features(params, h_PD[:, None])[:, 0]
-            return self._prior(x_PKD, _token_table(params))
+            return self._weighted(self._token_features(params, h_PD[:, None])[:, 0])
 
         return chunk_model(
             self.model,
@@ -102,11 +102,12 @@ class CalmTask:
     def _token_features(self, params: Params, h_BLD: Array) -> Array:
         return call(self.model, {"params": params}, "token_features", h_BLD)
 
-    def _prior(self, features_PKD: Array, table_VD: Array) -> Array:
-        """The weighted logits of the token predictor, [P, K, V]; the operands of their product have the model's dtype."""
-        # The features are weighted and not the logits, so that only sums follow the products: in `a + w b` compilers may round
-        # once or twice, and differently in each place where they compute it again, which `vocabulary.argmax` does not allow.
-        return vocabulary.logits(self.token_prior_weight * features_PKD, table_VD)
+    def _weighted(self, features_PKD: Array) -> Array:
+        """The token predictor's features times the prior's weight, in the model's dtype.
+
+        The features are weighted and not their logits, because `vocabulary.argmax` does not allow `a + w * b`.
+        """
+        return self.token_prior_weight * features_PKD
 
     def _frozen(self, frozen: Params, method: str, *arguments: Any) -> Any:
         """Calls the autoencoder in full float32 precision.
@@ -152,7 +153,8 @@ class CalmTask:
             if table_VD is None:
                 return logit_PKNV
             with jax.named_scope("decode"):
-                return logit_PKNV + self._prior(features_PKD, table_VD)[:, :, None]
+                prior_PKV = vocabulary.logits(self._weighted(features_PKD), table_VD)
+                return logit_PKNV + prior_PKV[:, :, None]
 
         context = jax.lax.stop_gradient(features_PKD)
         return Target(posterior, tokens_PK, decode, context, step)

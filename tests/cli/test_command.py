@@ -347,3 +347,13 @@ def test_a_warning_is_one_line_like_an_error():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "warning: x is 1\n")
+    code = code.replace("logging.warning('%s is %d', 'x', 1)", "failing()")
+    code = (
+        "def failing():\n try: 1 / 0\n except ZeroDivisionError: logging.exception('it failed')\n"
+        + code
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert done.stderr.startswith("error: it failed\nTraceback")
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")

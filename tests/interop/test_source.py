@@ -77,7 +77,7 @@ def test_a_workdir_is_refused_as_a_source(tmp_path):
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "model").touch()
     line = refusal(folder_of, str(tmp_path), "--source")
-    assert "is a workdir" in line and line.endswith("give it as --workdir")
+    assert "is a workdir" in line and line.endswith("takes a workdir")
 
 
 def test_impossible_file_names_are_refused_in_one_line(golden):

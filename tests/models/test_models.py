@@ -24,6 +24,8 @@ from calm_jax.models.calm import CALM, TokenPredictor
 from calm_jax.models.heads import energy
 from calm_jax.models.heads.energy import EnergyHead, EnergyHeadConfig
 from calm_jax.parallel import constraints
+from calm_jax.sampling import temperature
+from calm_jax.sampling.counting import count_draws
 from calm_jax.tasks import AutoencoderTask, CalmTask
 from calm_jax.tasks.base import call
 from tests.models import networks
@@ -451,6 +453,24 @@ def test_a_draw_decodes_to_the_largest_sum_of_the_decoders_and_the_weighted_prio
     sum_PKNV = logit_PKNV + 1.5 * prior_PKV[:, :, None]
     np.testing.assert_array_equal(ours_PNK, sum_PKNV.argmax(-1).swapaxes(1, 2))
     assert (sum_PKNV.argmax(-1) != logit_PKNV.argmax(-1)).any()
+
+
+@pytest.mark.slow
+def test_draws_with_a_prior_are_counted_as_they_decode():
+    """Latents are near the points of a coarse lattice, so that many chunks are equal."""
+    task = task_with_prior(1.5)
+    params, frozen = random_params(task), {"params": random_params(autoencoder_task(), seed=1)}
+    rng, model = np.random.default_rng(3), task.bind(params, frozen)
+    size = task.autoencoder.config.latent_size
+    h_BD = rng.normal(size=(6, D)).astype(np.float32)
+    latent_BNZ = rng.integers(-1, 2, (6, 20, 1)) * rng.normal(size=size)
+    latent_BNZ = (latent_BNZ + rng.normal(size=latent_BNZ.shape) / 50).astype(np.float32)
+    tokens_BNK = jax.jit(model.decode)(h_BD, latent_BNZ)
+    count_BN = jax.jit(lambda: count_draws(model, h_BD, latent_BNZ, 2).count)()
+    expected = np.asarray(temperature.count_equal(tokens_BNK))
+    np.testing.assert_array_equal(count_BN, expected)
+    assert expected.min() == 1 and expected.max() > 3
+    assert (tokens_BNK != model.decode(h_BD[::-1], latent_BNZ)).any()
 
 
 @pytest.mark.slow

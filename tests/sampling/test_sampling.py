@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +132,8 @@ def bound(variables, model):
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 63 * 2, 63 * 5, 63 * 10, 63 * 11, 10**9])
 def test_decoding_in_blocks_of_the_vocabulary_takes_the_argmax(monkeypatch, most):
-    monkeypatch.setattr(chunk_model, "_MAX_LOGITS_ON_CPU", most)
+    for name in ("_MAX_LOGITS", "_MAX_LOGITS_ON_CPU"):
+        monkeypatch.setattr(chunk_model, name, most)
     monkeypatch.setattr("calm_jax.tasks.calm.at_once", chunk_model.at_once)
     model = autoencoder()
     variables = random_variables(model)
@@ -206,9 +208,13 @@ def test_draw_decodes_latents_from_each_positions_own_key():
         model.draw(h_PD, 5, key_P[:2])
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("size, expected", [(1, 100), (30, 3), (100, 1), (101, 1), (10**9, 1)])
-def test_at_once_is_at_least_one(monkeypatch, size, expected):
-    monkeypatch.setattr(chunk_model, "_MAX_LOGITS_ON_CPU", 100)
+def test_at_once_is_at_least_one(monkeypatch, platform, size, expected):
+    device = types.SimpleNamespace(platform=platform)
+    monkeypatch.setattr(chunk_model, "target_device", lambda: device)
+    name = "_MAX_LOGITS_ON_CPU" if platform == "cpu" else "_MAX_LOGITS"
+    monkeypatch.setattr(chunk_model, name, 100)
     assert chunk_model.at_once(size) == expected
 
 
