@@ -86,7 +86,8 @@ def get_config(arguments: str = "") -> ConfigDict:
         model.hidden_size, model.intermediate_size = 256, 640
         config.autoencoder.optimizer.learning_rate = 3e-3
     # Sampled from p^(1/T) at lower temperatures, a model this small writes mostly spaces, the most likely text in Python code.
-    # With less noise the energy head keeps its BrierLM, is right more often and needs one draw (docs/benchmarks.md).
+    # With less noise the energy head keeps its BrierLM, is right more often and needs one draw; with the token prior it does not write
+    # more words then, but more spaces (docs/benchmarks.md).
     config.sample.temperature = 1.0
     if config.lm.head.name == "energy":
         if config.chunk_size <= 2:
@@ -95,8 +96,9 @@ def get_config(arguments: str = "") -> ConfigDict:
             # token, which generation takes. For K = 4 and 512 tokens it gives fewer words.
             config.lm.token_prior_weight = 3.0
             config.lm.head.decoded_brier_temperature = 0.5
+        else:
+            config.sample.temperature = 0.33
         config.sample.sampler = "noise"
-        config.sample.temperature = 0.5 if config.chunk_size <= 2 else 0.33
     return config
 
 
