@@ -75,7 +75,7 @@ def get_config(argument: str = "") -> ConfigDict:
 
 
 def _set_for_records(config: ConfigDict, was_finetuned: bool) -> None:
-    """Losses and token prior for answers that are to be exact. `was_finetuned`: whether the workdir's run had records itself."""
+    """Losses, token prior and temperature for answers that are to be exact. `was_finetuned`: whether the workdir's run had records itself."""
     # A quarter of the weight that the decoded Brier loss had in training on text. With the whole weight, this loss is mostly noise
     # to the head where records are few; without it, the model forgets text that is mixed with them (docs/experiments.md).
     if "decoded_brier_weight" in config.lm.head:
@@ -87,3 +87,7 @@ def _set_for_records(config: ConfigDict, was_finetuned: bool) -> None:
     # The token predictor learns new answers in a few hundred steps, and the head needs several times as many (docs/experiments.md).
     if config.lm.token_prior_weight:
         config.lm.token_prior_weight = max(8.0, config.lm.token_prior_weight)
+
+    # An answer is wanted that is likely, and not one of many.
+    if config.sample.sampler == "noise":
+        config.sample.temperature = min(0.33, config.sample.temperature)

@@ -62,6 +62,16 @@ def test_a_token_prior_is_raised_to_eight_and_none_stays_none(tmp_path):
         assert finetune_recipe.get_config(str(workdir.path)).lm.token_prior_weight == after
 
 
+@pytest.mark.parametrize("sampler, before, after", [("noise", 1.0, 0.33), ("pooled", 1.0, 1.0)])
+def test_answers_are_drawn_with_little_noise(sampler, before, after, tmp_path):
+    tree = tiny_recipe.get_config("x,all_losses")
+    tree.sample.sampler, tree.sample.temperature = sampler, before
+    workdir = Workdir(tmp_path / "run")
+    workdir._create(resolve(tree), BYTES, "corpus.json", {})
+    assert finetune_recipe.get_config(str(workdir.path)).sample.temperature == after
+    assert finetune_recipe.get_config(f"{workdir.path},text").sample.temperature == before
+
+
 def test_on_plain_text_the_losses_and_the_token_prior_stay_as_they_were(tmp_path):
     tree = tiny_recipe.get_config("x,all_losses")
     workdir = Workdir(tmp_path / "run")
