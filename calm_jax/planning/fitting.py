@@ -368,9 +368,11 @@ def check_backbone(config: Config, vocab_size: int, mesh: Mesh, available: float
     It counts the parameters, gradients and moments of the transformer's products and token embeddings alone, and traces nothing.
     """
     body = config.lm.model
-    width, narrow = body.hidden_size, body.num_kv_heads * body.head_size
-    layer = 2 * width * (width + narrow) + 3 * width * body.intermediate_size
-    state = 4 * 4.0 * (body.num_layers * layer + vocab_size * width)
+    width = body.hidden_size
+    # A product has two FLOPs for each weight.
+    weights = flops.backbone(body, seen=0) / 2 + vocab_size * width
+    # Parameters, gradients and two moments, in float32.
+    state = 4 * 4 * weights
     fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
     if state / (fsdp * tensor) > available:
         raise UserError(

@@ -60,8 +60,8 @@ class ChunkModel:
     prior: Callable[[Array], Array] | None
 
     def prior_of(self, h_PD: Array) -> Array | None:
-        """The prior's features for each chunk [P, K, E], or None."""
-        return None if self.prior is None else self.prior(h_PD)
+        """The prior's features for all draws of each chunk, [P, 1, K, E], or None."""
+        return None if self.prior is None else self.prior(h_PD)[:, None]
 
     def unfold_draws(self, latent_PNZ: Array) -> Array:
         """`unfold` for N latents of each position, [P, N, K, D]."""
@@ -70,9 +70,7 @@ class ChunkModel:
 
     def decode(self, h_PD: Array, latent_PNZ: Array) -> Array:
         """The most likely token at each of the K positions of each latent of the chunks after `h`, int32 [P, N, K]."""
-        prior_PKE = self.prior_of(h_PD)
-        prior_P1KE = None if prior_PKE is None else prior_PKE[:, None]
-        return self.argmax_tokens(self.unfold_draws(latent_PNZ), prior_P1KE)
+        return self.argmax_tokens(self.unfold_draws(latent_PNZ), self.prior_of(h_PD))
 
     def draw(self, h_PD: Array, num_draws: int, key_P: Array) -> Array:
         """Independent draws of the next chunk, int32 [P, N, K]; each position's draws come from its own key."""

@@ -54,17 +54,17 @@ def count_draws(model: ChunkModel, h_BD: Array, latent_BNZ: Array, min_count: in
     """
     batch, num_draws, _ = latent_BNZ.shape
     with jax.named_scope("count"):
-        x_BNKD, prior_BKE = model.unfold_draws(latent_BNZ), model.prior_of(h_BD)
+        x_BNKD, prior_B1KE = model.unfold_draws(latent_BNZ), model.prior_of(h_BD)
         last = x_BNKD.shape[2] - 1
         # Draws that are no longer decoded get token ids that are negative and all different, so that none are equal.
         nobody_BN = -1 - jnp.arange(num_draws) + jnp.zeros((batch, 1), jnp.int32)
 
         def at(place: Array | int) -> tuple[Array, Array | None]:
-            """The draws' features at a position of their chunks [B, N, D], and the features of its prior [B, E]."""
-            x_BND = jax.lax.dynamic_index_in_dim(x_BNKD, place, axis=2, keepdims=False)
-            if prior_BKE is None:
-                return x_BND, None
-            return x_BND, jax.lax.dynamic_index_in_dim(prior_BKE, place, axis=1, keepdims=False)
+            """The draws' features at a position of their chunks [B, N, D], and the features of its prior [B, 1, E]."""
+            return jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, place, axis=2, keepdims=False),
+                (x_BNKD, prior_B1KE),
+            )
 
         def narrow(state: tuple[Array, Array, Array], token_BN: Array):
             kept_BN, equal_BNN, decoded_B = state
@@ -82,24 +82,19 @@ def count_draws(model: ChunkModel, h_BD: Array, latent_BNZ: Array, min_count: in
             jnp.zeros(batch, jnp.int32),
         )
         # The last position first: its token separates draws at least as well as any other's (measured).
-        state = narrow(state, _argmax(model, *at(last)))
+        state = narrow(state, model.argmax_tokens(*at(last)))
         _, equal_BNN, decoded_B = jax.lax.fori_loop(1, last + 1, next_position, state)
     return Counted(equal_BNN.sum(-1, dtype=jnp.int32), is_first_of(equal_BNN), decoded_B)
 
 
-def _argmax(model: ChunkModel, x_BND: Array, prior_BE: Array | None) -> Array:
-    """The most likely tokens, int32 [B, N]."""
-    return model.argmax_tokens(x_BND, None if prior_BE is None else prior_BE[:, None])
-
-
 def _argmax_of_kept(
-    model: ChunkModel, x_BND: Array, prior_BE: Array | None, kept_BN: Array
+    model: ChunkModel, x_BND: Array, prior_B1E: Array | None, kept_BN: Array
 ) -> Array:
     """The most likely tokens where `kept` is true, int32 [B, N]; computed in blocks of a fixed size, kept positions first."""
     num_draws, num_flat = kept_BN.shape[1], kept_BN.size
     block = max(_LEAST_TOGETHER, num_flat // _PARTS)
     if num_flat <= block:
-        return _argmax(model, x_BND, prior_BE)
+        return model.argmax_tokens(x_BND, prior_B1E)
     x_RD = x_BND.reshape(num_flat, -1)
     order = jnp.argsort(~kept_BN.reshape(-1), stable=True)
     order = jnp.pad(order, (0, -num_flat % block), constant_values=num_flat)
@@ -107,7 +102,7 @@ def _argmax_of_kept(
     def decode(index: Array, token_R: Array) -> Array:
         rows = jax.lax.dynamic_slice_in_dim(order, index * block, block)
         own = jnp.minimum(rows, num_flat - 1)
-        prior = None if prior_BE is None else prior_BE[own // num_draws]
+        prior = None if prior_B1E is None else prior_B1E[own // num_draws, 0]
         return token_R.at[rows].set(model.argmax_tokens(x_RD[own], prior), mode="drop")
 
     num_blocks = -(-kept_BN.sum() // block)

@@ -110,7 +110,16 @@ def toy_empty_cache(batch, size, window):
     return KVCache.empty(1, batch, size, CHUNK, 1, window, jnp.int32)
 
 
-TOY = ChunkModel(None, None, None, toy_advance, toy_empty_cache, None, None, None)
+TOY = ChunkModel(
+    latents=None,
+    unfold=None,
+    argmax_tokens=lambda x, prior: x[..., 0],
+    advance=toy_advance,
+    empty_cache=toy_empty_cache,
+    fork=None,
+    log_probs=None,
+    prior=None,
+)
 
 
 def one_draw(tokens_BK, active_B) -> Sampled:
@@ -337,16 +346,7 @@ def bind_random(params, frozen):
     def unfold(latent_RZ):
         return (latent_RZ * jnp.arange(1, 1 + CHUNK))[..., None] % (VOCAB - 1)
 
-    return ChunkModel(
-        latents,
-        unfold,
-        lambda x, prior: x[..., 0],
-        toy_advance,
-        toy_empty_cache,
-        fork=None,
-        log_probs=None,
-        prior=None,
-    )
+    return dataclasses.replace(TOY, latents=latents, unfold=unfold)
 
 
 def bind_uniform(params, frozen):
@@ -358,16 +358,7 @@ def bind_uniform(params, frozen):
     def unfold(latent_RZ):
         return jnp.tile(latent_RZ, (1, CHUNK))[..., None]
 
-    return ChunkModel(
-        latents,
-        unfold,
-        lambda x, prior: x[..., 0],
-        toy_advance,
-        toy_empty_cache,
-        fork=None,
-        log_probs=None,
-        prior=None,
-    )
+    return dataclasses.replace(TOY, latents=latents, unfold=unfold)
 
 
 def started(bind, prompt_BLK, length_B) -> State:
