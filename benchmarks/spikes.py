@@ -57,15 +57,15 @@ def _programs() -> tuple[Callable, Callable, Callable, TrainState]:
     config = resolve(tiny_recipe.get_config("*.none,head=softmax"))
     tokenizer = KINDS["bytes"](b"")
     task = make_lm_task(config, tokenizer, config.eval.published)
-    # The metrics of every step, not averaged over several.
-    training = dataclasses.replace(config.lm.training, log_every=1)
     rate = dataclasses.replace(
         config.lm.optimizer, learning_rate=3e-3, warmup_steps=20, schedule="constant"
     )
     higher = dataclasses.replace(rate, learning_rate=rate.learning_rate * _HIGHER)
     key = jax.random.key(0)
     usual, spiking = (
-        jax.jit(make_step(task, make_optimizer(one, _STEPS), training, key, tokenizer.pad_id))
+        jax.jit(
+            make_step(task, make_optimizer(one, _STEPS), config.lm.training, key, tokenizer.pad_id)
+        )
         for one in (rate, higher)
     )
     held_out = jax.tree.map(jnp.asarray, _batch(np.random.default_rng(10**6)))
@@ -91,7 +91,8 @@ def _trained(spike: str, response: str, seed: int) -> list[float]:
             most = _FACTOR * statistics.median(norms[-_LAST:]) if len(norms) >= _LAST else np.inf
             if response == "skipped" and norm > most:
                 after = after._replace(params=state.params, opt_state=state.opt_state)
-            state = after
+            # A step adds to the sums of its state: with those of no step its metrics are its own.
+            state = after._replace(metrics=state.metrics)
             norms.append(norm)
         if number in _SHOWN:
             losses.append(float(ratio(loss(state.params))))

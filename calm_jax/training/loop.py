@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -92,6 +93,10 @@ def training_key(seed: int, stage: str) -> jax.Array:
     return stream(seed, f"train/{stage}")
 
 
+# Keeps the shardings of its argument.
+_zeros = jax.jit(functools.partial(jax.tree.map, jnp.zeros_like))
+
+
 def _all_but_params(state: TrainState) -> dict[str, Any]:
     """The training state without the parameters, which are a separate item of a checkpoint."""
     rest = state._asdict()
@@ -152,6 +157,9 @@ class Trainer:
         self._first_step = int(self._state.step)
         if self._saved_step is not None:
             check_step(checkpointer.folder, self._saved_step, self._first_step)
+            if self._first_step % config.log_every == 0:
+                # The checkpoint may be of another `log_every`, or of a run that failed to write its metrics.
+                self._reset_sums()
         self._data = training_batches(
             stage.text.rows(seed),
             config.batch_size,
@@ -176,6 +184,9 @@ class Trainer:
         # A resumed run counts non-finite updates in a row from zero.
         streak = jax.device_put(np.int32(0), rest["nonfinite_streak"].sharding)
         return TrainState(params=params, **rest | {"nonfinite_streak": streak})
+
+    def _reset_sums(self) -> None:
+        self._state = self._state._replace(metrics=_zeros(self._state.metrics))
 
     def _num_known_records(self) -> int:
         """How many metrics records there were when the checkpoint to resume from was saved; 0 if it does not say so."""
@@ -249,6 +260,8 @@ class Trainer:
                 self._step(step)
                 if step % config.log_every == 0 or step == config.num_steps:
                     self._write_metrics(step)
+                if step % config.log_every == 0:
+                    self._reset_sums()
                 self._evaluate(step, stop)
                 if stop.asked():
                     break

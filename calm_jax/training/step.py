@@ -150,13 +150,9 @@ def make_step(
         is_text = (batch["targets"] != MASKED) & (batch["targets"] != pad_id)
         one = jnp.float32(1)
         metrics = metrics | {"gradient_norm": (norm, one), "tokens_per_step": (is_text.sum(), one)}
-        # The step itself resets the sums after each log. A run that resumes between two logs then restores the sums, and
-        # reports the same values as an uninterrupted one.
-        fresh = state.step % config.log_every == 0
+        # A run that resumes between two logs restores the sums, and reports the same values as an uninterrupted one.
         metrics = jax.tree.map(
-            lambda new, old: (
-                jnp.where(finite, new, 0).astype(jnp.float32) + jnp.where(fresh, 0, old)
-            ),
+            lambda new, old: jnp.where(finite, new, 0).astype(jnp.float32) + old,
             metrics,
             state.metrics,
         )

@@ -82,7 +82,7 @@ def run_steps(
     config = tiny_config(arguments)
     stage = getattr(config, name)
     task, frozen = make_stage(name, config)
-    settings = dataclasses.replace(stage.training, batch_size=8, log_every=1, **training)
+    settings = dataclasses.replace(stage.training, batch_size=8, **training)
     mesh_config = dataclasses.replace(
         config.mesh, data=mesh_sizes[0], fsdp=mesh_sizes[1], tensor=mesh_sizes[2]
     )
@@ -103,7 +103,9 @@ def run_steps(
         )
         states, metrics = [state], []
         for seed in range(steps):
-            states.append(step(states[-1], frozen, global_batch(make_batch(8, seed), 8, mesh)))
+            # Without the sums of the steps before.
+            given = states[-1]._replace(metrics=jax.tree.map(jnp.zeros_like, states[-1].metrics))
+            states.append(step(given, frozen, global_batch(make_batch(8, seed), 8, mesh)))
             values = jax.device_get(states[-1].metrics)
             metrics.append({key: ratio(pair) for key, pair in values.items()})
     return states, metrics
@@ -202,9 +204,7 @@ class Fragile:
 def fragile_run(bad_steps: set[int], steps: int, max_nonfinite_steps: int, overflows: bool = False):
     """The states before and after each step of training `Fragile`, with non-finite losses at `bad_steps`."""
     config = tiny_config()
-    settings = dataclasses.replace(
-        config.lm.training, log_every=100, max_nonfinite_steps=max_nonfinite_steps
-    )
+    settings = dataclasses.replace(config.lm.training, max_nonfinite_steps=max_nonfinite_steps)
     task, optimizer = Fragile(overflows), make_optimizer(config.lm.optimizer, 100)
     mesh = make_mesh(config.mesh)
     good = make_batch(4)
@@ -364,19 +364,26 @@ def test_no_checkpoint_is_saved_after_too_many_nonfinite_updates(tmp_path):
     assert (tmp_path / "lm" / "8").is_dir()
 
 
-def short_run(folder: pathlib.Path, num_steps: int, checkpoint_every: int = 2) -> MetricsLog:
-    """Trains up to step `num_steps` from the latest checkpoint, with a record every second step."""
+def short_run(
+    folder: pathlib.Path,
+    num_steps: int,
+    checkpoint_every: int = 2,
+    log_every: int = 2,
+    task: Fragile | None = None,
+) -> MetricsLog:
+    """Trains `task`, or else `Fragile()`, up to step `num_steps` from the latest checkpoint."""
     config = tiny_config()
     training = dataclasses.replace(
         config.lm.training,
         batch_size=2,
         num_steps=num_steps,
-        log_every=2,
+        log_every=log_every,
         eval_every=1000,
         checkpoint_every=checkpoint_every,
     )
     text = TrainingText([Blocks(np.full((8, 32), 1, np.int32), np.full(8, 32))], ())
-    stage = Stage("lm", Fragile(), {}, None, text, 0, None, training, config.lm.optimizer, 1e6)
+    task = Fragile() if task is None else task
+    stage = Stage("lm", task, {}, None, text, 0, None, training, config.lm.optimizer, 1e6)
     mesh, log = make_mesh(config.mesh), MetricsLog(folder)
     checkpointer, none = Checkpointer(folder / "lm", 9), Profile(-1, -1, "")
     try:
@@ -609,6 +616,33 @@ def test_metric_sums_since_the_last_log_are_part_of_the_state():
     """So that a checkpoint has them, and a resumed run reports the same values."""
     states = fragile_run(set(), 3, 10)
     assert float(states[3].metrics["loss"][1]) == 3
+
+
+class StepAsLoss(Fragile):
+    """A task whose loss is the number of the step, from 0, and has no gradient."""
+
+    def loss(self, params, frozen, batch, key_B, step):
+        return {"loss": (step + 0 * params["kernel"].sum(), jnp.float32(1))}
+
+
+@pytest.mark.parametrize(
+    "before, stopped, after, expected",
+    [
+        (4, 4, 3, {4: [0, 1, 2, 3], 6: [4, 5]}),
+        (4, 6, 3, {4: [0, 1, 2, 3], 6: [4, 5], 9: [6, 7, 8]}),
+        (2, 3, 5, {2: [0, 1], 3: [2], 5: [2, 3, 4]}),
+        (2, 3, 2, {2: [0, 1], 3: [2], 4: [2, 3]}),
+    ],
+)
+def test_a_record_is_the_mean_over_the_steps_since_the_last_multiple_of_log_every(
+    before, stopped, after, expected, tmp_path
+):
+    """Also in a run that is resumed with another `log_every`. After its last step a run writes a record of an unfinished period."""
+    task = StepAsLoss()
+    short_run(tmp_path, stopped, checkpoint_every=100, log_every=before, task=task)
+    log = short_run(tmp_path, max(expected), checkpoint_every=100, log_every=after, task=task)
+    logged = {record["step"]: record["loss"] for record in log.records}
+    assert logged == {step: pytest.approx(np.mean(losses)) for step, losses in expected.items()}
 
 
 def test_targets_of_a_block_are_masked_after_its_text():
