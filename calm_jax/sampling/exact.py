@@ -37,19 +37,22 @@ _LARGEST_POOL, _GROWTH = 1024, 4
 _BLOCK = 16
 
 
-def pool_sizes(max_draws: int) -> tuple[int, ...]:
-    """The sizes of successive pools: 16, 64, 256, 1024, with a sum of at most `max_draws`.
+def pool_sizes(max_draws: int, n: int) -> tuple[int, ...]:
+    """The sizes of successive pools for the exponent n: 16, 64, 256, 1024, with a sum of at most `max_draws`.
 
-    Draws that are left over enlarge the last pool, if it is below 1024; after 16 alone they make a second pool. If
-    `max_draws` is below 32, there is one pool of that size.
+    For n > 8 the first has 2n - 1 draws, with which a model that is certain always emits (`temperature.emission_probabilities`),
+    and the others are larger in proportion. Draws that are left over enlarge the last pool, if it is below 1024; after the
+    first alone they make a second pool. If `max_draws` is too small for two pools as large as the first, there is one pool of
+    all draws.
     """
-    if max_draws < 2 * FIRST_POOL:
+    first = max(FIRST_POOL, 2 * n - 1)
+    if max_draws < 2 * first:
         return (max_draws,)
-    sizes = [FIRST_POOL]
+    sizes = [first]
     while sum(sizes) + _GROWTH * sizes[-1] <= max_draws and sizes[-1] < _LARGEST_POOL:
         sizes.append(_GROWTH * sizes[-1])
     left = max_draws - sum(sizes)
-    if len(sizes) == 1:
+    if len(sizes) == 1 and first < _LARGEST_POOL:
         sizes.append(left)
     elif sizes[-1] < _LARGEST_POOL:
         sizes[-1] += left
@@ -72,7 +75,7 @@ def pooled(
     # The fraction step makes its draws in blocks of this size.
     block = min(_BLOCK, budget - n) if a else 0
     # For n = 1 one draw is enough: its distribution is p.
-    sizes = pool_sizes(budget - block) if n > 1 else (1,)
+    sizes = pool_sizes(budget - block, n) if n > 1 else (1,)
     last = len(sizes) - 1
     found = new_search(model, h_BD, key_B, active_B, config)
 

@@ -406,18 +406,29 @@ def test_a_model_with_log_probs_is_sampled_directly_at_any_temperature():
 
 
 def test_pool_sizes_grow_fourfold_and_use_up_the_budget():
-    """From 16 to 1024; draws that are left over enlarge the last pool, but never the first of several."""
-    assert exact.pool_sizes(16 + 64 + 256) == (16, 64, 256)
-    assert exact.pool_sizes(16 + 64 + 255) == (16, 64 + 255)
-    assert exact.pool_sizes(9) == (9,)
-    assert exact.pool_sizes(10_000) == (16, 64, 256, 1024)
-    for max_draws in range(1, 4000):
-        sizes = exact.pool_sizes(max_draws)
-        assert sizes[0] == 16 or (len(sizes) == 1 and max_draws < 32)
+    """Up to 1024; draws that are left over enlarge the last pool, but never the first of several."""
+    assert exact.pool_sizes(16 + 64 + 256, 2) == (16, 64, 256)
+    assert exact.pool_sizes(16 + 64 + 255, 8) == (16, 64 + 255)
+    assert exact.pool_sizes(9, 2) == (9,)
+    assert exact.pool_sizes(10_000, 2) == (16, 64, 256, 1024)
+    assert exact.pool_sizes(216, 10) == (19, 197)
+    assert exact.pool_sizes(40, 30) == (40,)
+    assert exact.pool_sizes(10_000, 1000) == (1999,)
+    for n, max_draws in itertools.product((1, 2, 8, 9, 30, 600), range(1, 4000)):
+        sizes, first = exact.pool_sizes(max_draws, n), max(16, 2 * n - 1)
+        assert sizes[0] == first or (len(sizes) == 1 and max_draws < 2 * first)
         assert all(later >= 4 * before for before, later in itertools.pairwise(sizes[1:]))
-        assert min(sizes) >= min(16, max_draws)
+        assert min(sizes) >= min(first, max_draws)
         assert sum(sizes) <= max_draws
-        assert sum(sizes) == max_draws or sizes[-1] == 1024
+        assert sum(sizes) == max_draws or sizes[-1] >= 1024
+
+
+@pytest.mark.parametrize("n", [2, 8, 9, 10, 30])
+def test_a_certain_model_needs_one_pool(n):
+    config = config_of(1 / n, "pooled", max_draws=216)
+    _, sampled = run(known_model((1.0, 0.0, 0.0)), config, 1000)
+    assert sampled.exact.all()
+    assert (sampled.draws == max(16, 2 * n - 1)).all()
 
 
 # --- A chunk whose first tokens are given: `complete_chunk` ---------------------------------------------
