@@ -142,26 +142,32 @@ def path_collisions(
 
 
 def agreeing_path_collisions(
-    model: ChunkModel, cache: Any, seen_P: Array, sample_BPSK: Array, key_BPJ: Array, at_once: int
+    model: ChunkModel,
+    cache: Any,
+    seen_P: Array,
+    sample_BPSK: Array,
+    counted_BP: Array,
+    key_BPJ: Array,
+    at_once: int,
 ) -> Array:
     """The collision terms of all starts beyond their first chunks (K < 4).
 
-    Only starts whose first sample equals another one are continued, as the terms of the others are 0. They come first in each
-    block's order, and are continued some at a time until no block has any left. Starts that are not scored, such as pads, are
-    treated alike.
+    Only starts that count, and whose first sample equals another one, are continued, as the terms of the others are 0 or not
+    asked for. They come first in each block's order, and are continued some at a time until no block has any left.
 
     Args:
         model, cache: as in `path_collisions`.
         seen_P: how many true chunks precede each start.
         sample_BPSK: the samples of the first chunks.
+        counted_BP: bool, whose terms count.
         key_BPJ: one key per chunk of each start.
         at_once: the most starts of each block that are continued together.
 
     Returns:
-        The terms for n = K + 1 to 4 of each start, [B, P, 4 - K].
+        The terms for n = K + 1 to 4 of each start, [B, P, 4 - K]; 0 for starts that do not count.
     """
     batch, num_starts, num_samples, chunk_size = sample_BPSK.shape
-    agree_BP = agreement(sample_BPSK)
+    agree_BP = jnp.where(counted_BP, agreement(sample_BPSK), 0)
     order_BP = jnp.argsort(agree_BP == 0, axis=1)
     num_agreeing = (agree_BP > 0).sum(1).max()
     num_together = min(at_once, -(-num_starts // _PARTS))
@@ -211,6 +217,7 @@ def brier_terms(
     chunks_at_once: int,
     paths_at_once: int,
     documents: SegmentIds | None = None,
+    counted_BP4: Array | None = None,
 ) -> Array:
     """Unbiased estimates of brier_1 to brier_4 at every start of a protocol.
 
@@ -226,6 +233,8 @@ def brier_terms(
         documents: the documents of all chunks of a block, [B, L], when they are isolated. The chunks
             that are drawn after true chunk i then see the true chunks that chunk i sees. Terms of a start in a
             document's first chunk are meaningless; its targets are masked, so that `counted` leaves them out.
+        counted_BP4: which terms count, from `counted`; the others are not computed where that takes a forward pass, and
+            are then wrong. None: all.
 
     Returns:
         float32 [B, P, 4].
@@ -280,6 +289,7 @@ def brier_terms(
             cache,
             jnp.asarray(chunk_P, jnp.int32),
             sample_QBSK[first_P].swapaxes(0, 1),
+            jnp.asarray(True) if counted_BP4 is None else counted_BP4[..., chunk_size],
             key_BLJ[:, chunk_P - 1],
             paths_at_once,
         )

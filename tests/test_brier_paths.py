@@ -403,7 +403,8 @@ def test_all_starts_at_once_equal_each_start_alone(chunk_size, exact, at_once, m
 
 @pytest.mark.parametrize(("chunk_size", "exact", "at_once"), [(2, False, 2), (1, True, 3)])
 def test_starts_that_are_continued_in_parts_get_the_terms_of_each_alone(chunk_size, exact, at_once):
-    """For parts that do not divide the number of starts, and rows of which different numbers of starts agree."""
+    """For parts that do not divide the number of starts, rows of which different numbers of starts agree, and starts that do
+    not count, of which each row has some."""
     model, num_samples, num_chunks = network(chunk_size, exact), 3, brier.chunks_of(chunk_size)
     token_BLK = random_tokens(3, 24, chunk_size)
     seen_P = jnp.arange(1, 24)
@@ -411,12 +412,14 @@ def test_starts_that_are_continued_in_parts_get_the_terms_of_each_alone(chunk_si
     sample_BPSK = np.array(random_tokens(3, 23, num_samples, chunk_size))
     sample_BPSK[0] = 1
     sample_BPSK[1, ::2, 1] = sample_BPSK[1, ::2, 0]
+    counted_BP = np.random.default_rng(0).random((3, 23)) < 0.8
     key_BPJ = jax.random.split(jax.random.key(3), (3, 23, num_chunks))
     _, cache = jax.jit(model.advance)(token_BLK, model.empty_cache(3, 0, 24))
 
     @jax.jit
     def together(cache):
-        return brier.agreeing_path_collisions(model, cache, seen_P, sample_BPSK, key_BPJ, at_once)
+        given = seen_P, sample_BPSK, counted_BP, key_BPJ
+        return brier.agreeing_path_collisions(model, cache, *given, at_once)
 
     @jax.jit
     def alone(cache, seen, sample_BSK, key_BJ):
@@ -429,7 +432,9 @@ def test_starts_that_are_continued_in_parts_get_the_terms_of_each_alone(chunk_si
         for place, seen in enumerate(seen_P)
     ]
     expected = np.stack(each, axis=1)
-    np.testing.assert_allclose(together(cache), expected, atol=1e-6)
+    of_counted = np.where(counted_BP[..., None], expected, 0)
+    np.testing.assert_allclose(together(cache), of_counted, atol=1e-6)
+    assert 0 < np.count_nonzero(of_counted) < np.count_nonzero(expected)
     agree_BP = np.asarray(brier.agreement(sample_BPSK)) > 0
     assert agree_BP[2].sum() < agree_BP[1].sum() < agree_BP[0].sum() == 23
     assert not expected[~agree_BP].any() and expected[agree_BP].any(-1).mean() > 0.5

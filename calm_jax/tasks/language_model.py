@@ -92,6 +92,8 @@ def score(
     # Elements per start: of the attention weights, and of the keys and values of the start's own chunks.
     attention = rows * config.num_heads * num_chunks
     own = 2 * rows * config.num_layers * brier.ORDERS * config.num_kv_heads * config.head_size
+    starts_P = protocol.starts(num_chunks * chunk_size, chunk_size)
+    counted_BP4 = brier.counted(targets_BLK.reshape(batch, -1), starts_P, pad_id)
     terms_BP4 = brier.brier_terms(
         model,
         tokens_BLK,
@@ -100,9 +102,8 @@ def score(
         chunks_at_once=at_once(logits),
         paths_at_once=at_once(max(logits, attention, own)),
         documents=documents,
+        counted_BP4=counted_BP4,
     )
-    starts_P = protocol.starts(num_chunks * chunk_size, chunk_size)
-    counted_BP4 = brier.counted(targets_BLK.reshape(batch, -1), starts_P, pad_id)
     return brier.block_sums(terms_BP4, counted_BP4)
 
 
