@@ -8,8 +8,8 @@
 # 29.jsonl.zst, monology/pile-uncopyrighted on the Hugging Face hub: some 350 GB) in DIR; Llama 3's tokenizer.model and
 # WikiText-103's test articles, one object with the field "text" a line, which are llama3_tokenizer/tokenizer.model and
 # data/wikitext_document_level-test.json of the published code (github.com/shaochenze/calm).
-# DIR may be remote, such as hf://datasets/monology/pile-uncopyrighted/train; every file is read at least twice, and more often
-# with many workers.
+# DIR may be remote, such as hf://datasets/monology/pile-uncopyrighted/train (pip install huggingface_hub); every file is read at
+# least twice, and more often with many workers.
 # Costs: 1.2 TB of disk and some 60 core hours for CALM's text (about 300 billion tokens of 4 bytes, 1.5 million a second and core), and
 # as much again for the baseline's. By default both are made; --parts=autoencoder,lm leaves the baseline's out.
 # After an interruption, the same command resumes.
@@ -38,27 +38,28 @@ for part in ${parts//,/ }; do
         fail "--parts=$parts: '$part' is none of autoencoder, lm, ar"
     fi
 done
-for file in "$tokenizer" "$validation"; do
-    if [[ ! -f $file ]]; then
-        fail "there is no file $file"
-    fi
-done
-
-if ! head -n 1 "$validation" | grep -q '"text"'; then
-    fail "--validation=$validation: its first line has no field \"text\""
-fi
 if [[ $pile == *,* ]]; then
     fail "--pile=$pile must have no comma in its name"
 fi
-first=0 last=29
-[[ $parts == autoencoder ]] && last=1
-[[ $parts == lm ]] && first=2
-if [[ $pile != *://* ]]; then
-    for number in $(seq -f %02g $first $last); do
-        if [[ ! -f $pile/$number.jsonl.zst ]]; then
-            fail "there is no $pile/$number.jsonl.zst"
-        fi
+
+check_inputs() {
+    local file number first=0 last=29
+    for file in "$tokenizer" "$validation"; do
+        [[ -f $file ]] || fail "there is no file $file"
     done
+    head -n 1 "$validation" | grep -q '"text"' || fail "--validation=$validation: its first line has no field \"text\""
+    [[ $parts != autoencoder ]] || last=1
+    [[ $parts != lm ]] || first=2
+    [[ $pile != *://* ]] || return 0
+    for number in $(seq -f %02g $first $last); do
+        [[ -f $pile/$number.jsonl.zst ]] || fail "there is no $pile/$number.jsonl.zst"
+    done
+}
+
+if ((dry_run)); then
+    note "not checked: whether $pile, $tokenizer and $validation are there"
+else
+    check_inputs
 fi
 
 # The validation text comes before the long work, and by mv, so that no partial file is left under its name.
@@ -80,6 +81,6 @@ prepare autoencoder "$pile/0[01].jsonl.zst" --block_tokens=2048 --append_eos --a
 prepare lm "$pile/0[2-9].jsonl.zst,$pile/[12][0-9].jsonl.zst" --block_tokens=8192 --noappend_eos
 prepare ar "$pile/[012][0-9].jsonl.zst" --block_tokens=2048 --noappend_eos
 
-if [[ $output != prepared ]] && ((!dry_run)); then
-    echo "the recipes read prepared/: give them --config.data.train_files=$output/pile/lm and so on, or make prepared/ a link to $output" >&2
+if [[ ! $output -ef $root/prepared ]] && ((!dry_run)); then
+    echo "the recipes read prepared/ of the checkout: give them --config.data.train_files=$output/pile/lm and so on, or make that prepared/ a link to $output" >&2
 fi
