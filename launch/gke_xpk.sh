@@ -7,6 +7,7 @@
 #   launch/gke_xpk.sh delete --cluster=NAME --workload=calm-m --zone=ZONE
 #
 # All commands take --project=PROJECT (default: gcloud's) and --dry_run. create takes:
+#   --tpu_type=TYPE: v5litepod-N or v6e-N for N chips, v5p-N for N/2 chips, as N counts cores, two a chip;
 #   --num_slices=N (1), --max_restarts=N (100);
 #   --storage=NAME: a storage of the cluster to mount; leave it out if the storage mounts itself;
 #   --docker_image=IMAGE: an image with the checkout as working directory and calm_jax installed; or

@@ -29,7 +29,8 @@
 # Needs: calm_jax with the extras data and cuda or tpu; 350 GB of the Pile, 1.2 TB for its tokens, 15 GB for checkpoints.
 # Costs: device hours x your price, and 60 core hours for preparing. Training takes 3.47e20 FLOPs (calm_jax/cost/flops.py): 6.72e18
 # for the autoencoder, 3.41e20 for CALM-M; at an assumed MFU of 40 %, 244 H100 hours (31 hours on 8), 773 A100 hours, 1224 v5e,
-# 525 v5p or 263 v6e chip hours. Nobody has run it to its end; its steps are tested with stubs.
+# 525 v5p or 263 v6e chip hours. By the step that was measured on one H100 (docs/scaling.md), the 250,000 steps of CALM-M alone take
+# 262 H100 hours. Nobody has run it to its end; its steps are tested with stubs.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -11,7 +11,8 @@
 # and ar_*.py the text of launch/prepare_pile.sh; for CALM-M's checkpoints some 15 GB of disk (two are kept while a third is
 # written).
 # Costs: device hours x your price. CALM-M with its autoencoder takes 3.47e20 FLOPs (calm_jax/cost/flops.py): at an assumed MFU of
-# 40 %, 244 H100 hours, which are 31 hours on a host of 8.
+# 40 %, 244 H100 hours, which are 31 hours on a host of 8. By the step that was measured on one H100 (docs/scaling.md), the language
+# model alone takes 262 H100 hours.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"

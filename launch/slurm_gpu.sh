@@ -18,7 +18,8 @@
 # Needs: an account on a Slurm cluster (21.08 or later) with NVIDIA GPUs that allows requeueing; the checkout, the Python
 # environment (pip install -e '.[cuda]'), the prepared text and the workdir on a file system that all nodes share.
 # Costs: GPU hours x your price. CALM-M with its autoencoder takes 3.47e20 FLOPs (calm_jax/cost/flops.py): at an assumed MFU of
-# 40 %, 244 H100 hours or 773 A100 hours; on 4 nodes of 8 H100, 8 hours. The job takes whole nodes.
+# 40 %, 244 H100 hours or 773 A100 hours; on 4 nodes of 8 H100, 8 hours. By the step that was measured on one H100
+# (docs/scaling.md), the language model alone takes 262 H100 hours. The job takes whole nodes.
 # Tested by dry runs and with stubs of Slurm's commands, but never on a cluster. The flags are those of Slurm 23.11's manual pages.
 #
 #SBATCH --job-name=calm_jax

@@ -8,6 +8,9 @@
 #   launch/tpu_pod.sh status|logs|stop|delete --name=calm --zone=ZONE
 #
 # All commands take --project=PROJECT (default: gcloud's) and --dry_run; logs takes --worker=N (0), resume --poll=SECONDS (60).
+# --accelerator and --runtime are v5litepod-N and v2-alpha-tpuv5-lite for N chips of v5e, v6e-N and v2-alpha-tpuv6e for N chips of v6e,
+# and v5p-N and v2-alpha-tpuv5 for N/2 chips of v5p, as N counts cores, two a chip (cloud.google.com/tpu/docs/runtimes and
+# cloud.google.com/tpu/docs/v5p).
 # Every other flag of run and resume is one of python -m calm_jax.main. The paper's recipes read the folder prepared/ of the checkout,
 # which the hosts do not have. Name the text on the shared file system:
 #   --config.data.train_files=/mnt/calm/prepared/pile/lm --config.data.autoencoder_files=/mnt/calm/prepared/pile/autoencoder \

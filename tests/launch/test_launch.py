@@ -180,13 +180,15 @@ def test_invalid_flags_are_one_line_of_error_and_nothing_is_done(call, message, 
 
 
 def test_headers_have_needs_and_costs():
-    """The device hours are those of calm_jax.cost.flops, at an MFU of 40 %."""
+    """The device hours are those of calm_jax.cost.flops, at an MFU of 40 %, and those of the step that docs/scaling.md names."""
     config, vocab_size = resolve(calm_m.get_config()), 128_257
     stages = {"autoencoder": config.autoencoder, "lm": config.lm}
     total = 0.0
     for name, stage in stages.items():
         tokens = stage.training.num_steps * stage.training.batch_size * stage.data.block_tokens
         total += tokens * flops.training(config, name, vocab_size)
+    # 235.6 ms for 16 blocks of 8192 tokens.
+    lm = config.lm.training.num_steps * config.lm.training.batch_size / 16 * 0.2356 / 3600
     kinds = {
         "H100": "NVIDIA H100",
         "A100": "NVIDIA A100",
@@ -204,6 +206,7 @@ def test_headers_have_needs_and_costs():
         for name, kind in kinds.items():
             hours = total / (0.4 * ACCELERATORS[kind].flops) / 3600
             assert name not in text or f"{hours:.0f} {name}" in text, (path.name, name, hours)
+        assert "H100" not in text or f"{lm:.0f} H100 hours" in text, (path.name, lm)
 
 
 def test_shellcheck_finds_nothing():
