@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the other scripts of this folder: one-line errors, dry runs, and forwarding of signals. For bash 3.2 and later.
+# Sourced by the other scripts of this folder: --help, one-line errors, dry runs, and forwarding of signals. For bash 3.2 and later.
 
 # 1 with --dry_run; set where the arguments are read.
 dry_run=0
@@ -20,6 +20,29 @@ fail() {
     echo "error: $*" >&2
     exit 2
 }
+
+# Prints the comment at the beginning of a script.
+print_header() {
+    local line
+    while IFS= read -r line; do
+        case $line in
+            "#!"*) ;;
+            "#" | "# "*)
+                line=${line#"#"}
+                echo "${line# }"
+                ;;
+            *) break ;;
+        esac
+    done < "$1"
+}
+
+# With --help or -h a script prints its comment and does nothing else. A sourced file sees the arguments of the script.
+for word in "$@"; do
+    if [[ $word == --help || $word == -h ]]; then
+        print_header "${BASH_SOURCE[1]}"
+        exit 0
+    fi
+done
 
 # Refuses a URL as the value of a flag that names a folder to write to.
 need_local() {

@@ -179,6 +179,17 @@ def test_invalid_flags_are_one_line_of_error_and_nothing_is_done(call, message, 
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_is_the_comment_of_the_script_and_nothing_is_done(flag, tmp_path):
+    for path in sorted(set(FOLDER.glob("*.sh")) - {FOLDER / "common.sh"}):
+        shown = launch(tmp_path, path.name, "--workdir=runs/m", flag)
+        assert shown.returncode == 0 and not shown.stderr
+        comment = path.read_text().partition("\n")[2].partition("\n#SBATCH")[0]
+        comment = comment.partition("\nset -euo")[0].splitlines()
+        assert shown.stdout.splitlines() == [line[1:].removeprefix(" ") for line in comment]
+    assert not list(tmp_path.iterdir())
+
+
 def test_headers_have_needs_and_costs():
     """The device hours are those of calm_jax.cost.flops, at an MFU of 40 %, and those of the step that docs/scaling.md names."""
     config, vocab_size = resolve(calm_m.get_config()), 128_257
