@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the other scripts of this folder: --help, one-line errors, dry runs, and forwarding of signals. For bash 3.2 and later.
+# Sourced by the other scripts of this folder: --help, one-line errors, paths, dry runs, and forwarding of signals. For bash 3.2 and later.
 
 # 1 with --dry_run; set where the arguments are read.
 dry_run=0
@@ -73,35 +73,93 @@ note() {
     ((!dry_run)) || echo "# $*"
 }
 
+# Makes a path of the caller's folder absolute, for scripts that change to the checkout.
+absolute() {
+    case $1 in
+        # stdlib: is text without a file.
+        "" | /* | *://* | stdlib:) echo "$1" ;;
+        *) echo "$PWD/$1" ;;
+    esac
+}
+
+# Whether a flag of calm_jax.main, of which $1 may be the name alone, has paths as its value.
+has_paths() {
+    case ${1%%=*} in
+        --workdir | --config | --config.init_from | --config.tokenizer.path | --config.autoencoder.checkpoint) ;;
+        --config.data.train_files | --config.data.autoencoder_files | --config.data.validation_files) ;;
+        *) return 1 ;;
+    esac
+}
+
+# Prints a flag of calm_jax.main with absolute paths. In the checkout it stays as it is, because a run that resumes compares
+# its config with the one that it began with.
+with_absolute_paths() {
+    local name=${1%%=*} value=${1#*=} recipe entry entries list=""
+    if [[ . -ef $root ]] || ! has_paths "$1"; then
+        echo "$1"
+        return
+    fi
+    case $name in
+        --config)
+            recipe=${value%%:*} value=${value#"$recipe"}
+            # These two recipes have a workdir after the colon.
+            case ${recipe##*/} in
+                workdir.py | finetune.py) value=${value:0:1}$(absolute "${value:1}") ;;
+            esac
+            # Other recipes are those of the checkout.
+            [[ ! -f $recipe ]] || recipe=$(absolute "$recipe")
+            echo "$name=$recipe$value"
+            ;;
+        --config.data.*)
+            IFS=, read -ra entries <<< "$value"
+            for entry in ${entries[@]+"${entries[@]}"}; do
+                list+=,$(absolute "$entry")
+            done
+            echo "$name=${list#,}"
+            ;;
+        *) echo "$name=$(absolute "$value")" ;;
+    esac
+}
+
 # Changes to the checkout.
 enter_root() {
     ((!dry_run)) || quoted cd "$root"
     cd "$root" || exit
 }
 
-# Ends the script unless the flags for calm_jax.main name an existing recipe.
+# Ends the script unless the flags for calm_jax.main name an existing recipe. $1 says where a relative one was looked for.
 need_recipe() {
-    local flag file=""
+    local where=$1 flag file="" path
+    shift
     for flag in "$@"; do
         [[ $flag != --config=* ]] || file=${flag#*=}
     done
     [[ -n $file ]] || fail "give a recipe: --config=configs/calm_m.py"
     # A recipe may have arguments after a colon: configs/calm_m.py:head=flow.
-    [[ -f $root/${file%%:*} || -f ${file%%:*} ]] || fail "--config=$file: there is no file ${file%%:*}"
+    path=${file%%:*}
+    if [[ $path == /* ]]; then
+        [[ -f $path ]] || fail "--config=$file: there is no file $path"
+    else
+        [[ -f $root/$path ]] || fail "--config=$file: there is no file $path $where"
+    fi
 }
 
-# Sets `dry_run`, and `flags` to all other arguments, which are flags of calm_jax.main. Refuses a URL as the workdir.
+# Sets `dry_run`, and `flags` to all other arguments, which are flags of calm_jax.main, with absolute paths. Refuses a URL as the
+# workdir.
 take_flags() {
     local flag
     flags=()
     for flag in "$@"; do
         case $flag in
             --dry_run) dry_run=1 ;;
-            *) flags+=("$flag") ;;
+            *)
+                [[ $flag == *=* ]] || ! has_paths "$flag" || fail "write $flag=VALUE, with an equals sign"
+                flags+=("$(with_absolute_paths "$flag")")
+                ;;
         esac
         [[ $flag != --workdir=* ]] || need_local --workdir "${flag#*=}"
     done
-    need_recipe ${flags[@]+"${flags[@]}"}
+    need_recipe "here or in the checkout" ${flags[@]+"${flags[@]}"}
 }
 
 # Asks the process $1, which `attend` runs, to save and to end.

@@ -68,7 +68,7 @@ create() {
     [[ -n $tpu_type ]] || fail "give --tpu_type=TYPE, such as v5litepod-256"
     [[ $num_slices =~ ^[1-9][0-9]*$ ]] || fail "--num_slices=$num_slices must be a positive whole number"
     [[ $max_restarts =~ ^[0-9]+$ ]] || fail "--max_restarts=$max_restarts must be a whole number"
-    need_recipe ${flags[@]+"${flags[@]}"}
+    need_recipe "in the checkout" ${flags[@]+"${flags[@]}"}
     [[ " ${flags[*]}" == *" --workdir=/"* ]] || fail "give --workdir=DIR, absolute, on a file system that all pods share"
     local request=("${where[@]}" "--workload=$workload" "--tpu-type=$tpu_type" "--num-slices=$num_slices")
     # xpk itself restarts on 42 and on 127 and above, which includes killed pods, but not on 75.

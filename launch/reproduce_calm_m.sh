@@ -47,7 +47,7 @@ for flag in "$@"; do
         --steps=*) steps=${flag#*=} ;;
         --launcher=*) launcher=${flag#*=} ;;
         --dry_run) dry_run=1 ;;
-        --config.*=*) flags+=("$flag") ;;
+        --config.*=*) flags+=("$(with_absolute_paths "$flag")") ;;
         *) fail "$flag is no flag of this script; keys of the recipe are --config.KEY=VALUE" ;;
     esac
 done
@@ -63,13 +63,6 @@ fi
 need_local --workdir "$workdir"
 need_local --prepared "$prepared"
 read -ra launch <<< "$launcher"
-# Makes a path absolute: it is relative to the caller's folder, and this script changes to the checkout.
-absolute() {
-    case $1 in
-        /* | *://*) echo "$1" ;;
-        *) echo "$PWD/$1" ;;
-    esac
-}
 pile=$(absolute "$pile") tokenizer=$(absolute "$tokenizer") validation=$(absolute "$validation")
 workdir=$(absolute "$workdir") prepared=$(absolute "$prepared")
 

@@ -68,7 +68,7 @@ if [[ $command == create || $command == resume ]]; then
     [[ -n $accelerator && -n $runtime ]] || fail "give --accelerator=TYPE and --runtime=VERSION"
 fi
 if [[ $command == run || $command == resume ]]; then
-    need_recipe ${flags[@]+"${flags[@]}"}
+    need_recipe "in the checkout" ${flags[@]+"${flags[@]}"}
     [[ " ${flags[*]}" == *" --workdir=/"* ]] || fail "give --workdir=DIR, absolute, on a file system that all hosts share"
 elif ((${#flags[@]})); then
     fail "$command takes no ${flags[0]}"

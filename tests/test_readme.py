@@ -182,7 +182,7 @@ def call(checkout: pathlib.Path, *flags: str, **environment: str) -> tuple[int, 
 
 def test_the_quickstart_installs_once_and_runs_each_time(checkout):
     assert call(checkout) == (0, "", [VENV, INSTALL, TRAIN])
-    flag = "--config.data.train_files=a b"
+    flag = "--config.data.train_files=/a b"
     assert call(checkout, flag) == (0, "", [f"{TRAIN} {flag}"])
     (checkout / "constraints.txt").touch()
     os.utime(checkout / "constraints.txt", (4e9, 4e9))

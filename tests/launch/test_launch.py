@@ -22,7 +22,7 @@ from tests.workdirs import ROOT
 
 # Every script and sub-command, with flags for a dry run.
 DRY_RUNS = {
-    "single_host.sh": ("single_host.sh", RECIPE, "--config.data.train_files=a 'b'/*"),
+    "single_host.sh": ("single_host.sh", RECIPE, "--config.data.train_files=/a 'b'/*"),
     "slurm_gpu.sh": ("slurm_gpu.sh", RECIPE, "--workdir=runs/m"),
     "create": ("tpu_pod.sh", "create", *POD, *SLICE),
     "setup": ("tpu_pod.sh", "setup", *POD, "--mount=sudo mount -t nfs 10.0.0.2:/a '/mnt/calm'"),
@@ -126,7 +126,11 @@ def test_a_dry_run_quotes_flags_for_the_shell(tmp_path):
 
 WRONG = [
     (("single_host.sh",), "give a recipe: --config=configs/calm_m.py"),
-    (("single_host.sh", "--config=configs/calm_s.py"), "there is no file configs/calm_s.py"),
+    (
+        ("single_host.sh", "--config=configs/calm_s.py"),
+        "there is no file configs/calm_s.py here or in the checkout",
+    ),
+    (("single_host.sh", RECIPE, "--workdir", "runs/m"), "write --workdir=VALUE"),
     (("quickstart.sh", "--workdir=gs://b/run"), "--workdir=gs://b/run must be a"),
     (("single_host.sh", RECIPE, "--workdir=gs://b/run"), "--workdir=gs://b/run must be a"),
     (("slurm_gpu.sh", "--workdir=a"), "give a recipe"),
@@ -137,6 +141,10 @@ WRONG = [
     (("tpu_pod.sh", "create", *POD), "give --accelerator=TYPE and --runtime=VERSION"),
     (("tpu_pod.sh", "run", *POD), "give a recipe"),
     (("tpu_pod.sh", "run", *POD, RECIPE, "--workdir=runs/m"), "give --workdir=DIR, absolute"),
+    (
+        ("tpu_pod.sh", "run", *POD, "--config=mine.py", "--workdir=/m"),
+        "there is no file mine.py in the checkout",
+    ),
     (("tpu_pod.sh", "stop", *POD, "--force"), "stop takes no --force"),
     (("tpu_pod.sh", "resume", *POD, *SLICE, *ON_PODS, "--poll=often"), "--poll=often"),
     (("gke_xpk.sh", "make"), "'make' is none of create, list, delete"),
@@ -188,6 +196,54 @@ def test_help_is_the_comment_of_the_script_and_nothing_is_done(flag, tmp_path):
         comment = comment.partition("\nset -euo")[0].splitlines()
         assert shown.stdout.splitlines() == [line[1:].removeprefix(" ") for line in comment]
     assert not list(tmp_path.iterdir())
+
+
+# Flags that are given in a folder with a recipe mine.py, and what a script that changes to the checkout makes of them.
+PATHS = {
+    RECIPE: RECIPE,
+    "--config=mine.py": "--config={here}/mine.py",
+    "--config=mine.py:head=flow": "--config={here}/mine.py:head=flow",
+    "--config=configs/workdir.py:runs/m": "--config=configs/workdir.py:{here}/runs/m",
+    "--config=configs/finetune.py:/runs/m,text": "--config=configs/finetune.py:/runs/m,text",
+    "--workdir=runs/m": "--workdir={here}/runs/m",
+    "--config.data.train_files=a/*.txt,/b,gs://c/d,stdlib:": (
+        "--config.data.train_files={here}/a/*.txt,/b,gs://c/d,stdlib:"
+    ),
+    "--config.data.validation_files=a 'b'.jsonl": "--config.data.validation_files={here}/a 'b'.jsonl",
+    "--config.data.autoencoder_files=": "--config.data.autoencoder_files=",
+    "--config.tokenizer.path=t.model": "--config.tokenizer.path={here}/t.model",
+    "--config.autoencoder.checkpoint=runs/a": "--config.autoencoder.checkpoint={here}/runs/a",
+    "--config.init_from=runs/a": "--config.init_from={here}/runs/a",
+    "--config.data.text_field=a": "--config.data.text_field=a",
+}
+
+
+@pytest.mark.parametrize("given", PATHS)
+def test_paths_are_those_of_the_callers_folder(given, tmp_path):
+    (tmp_path / "mine.py").touch()
+    recipe = [] if given.startswith("--config=") else [RECIPE]
+    expected = PATHS[given].format(here=tmp_path)
+    for script in ("single_host.sh", "slurm_gpu.sh"):
+        result = launch(tmp_path, script, *recipe, given, "--dry_run")
+        (flags,) = [flags for _, flags in filter(None, map(flags_of, commands_of(result.stdout)))]
+        assert flags == [*recipe, expected]
+    # In the checkout they stay as they are. A recipe of another folder is none there.
+    result = launch(ROOT, "single_host.sh", *recipe, given, "--dry_run")
+    if "mine.py" not in given:
+        (flags,) = [flags for _, flags in filter(None, map(flags_of, commands_of(result.stdout)))]
+        assert flags == [*recipe, given]
+
+
+def test_paths_for_the_reproduction_are_those_of_the_callers_folder(tmp_path):
+    flag = "--config.tokenizer.path=t.model"
+    result = launch(tmp_path, "reproduce_calm_m.sh", "--steps=lm", flag, "--dry_run")
+    (flags,) = [flags for _, flags in filter(None, map(flags_of, commands_of(result.stdout)))]
+    for part in (
+        f"--config.tokenizer.path={tmp_path}/t.model",
+        f"--workdir={tmp_path}/runs/calm_m",
+        f"--config.data.train_files={tmp_path}/prepared/pile/lm",
+    ):
+        assert part in flags
 
 
 def test_headers_have_needs_and_costs():

@@ -16,9 +16,9 @@ from tests.workdirs import ROOT
 def test_one_host_restarts_on_75_and_on_no_other_status(statuses, calls, stubs):
     stubs.add("python", "exit $(next statuses)")
     stubs.answers("statuses", *map(str, statuses))
-    status, _ = stubs.run("single_host.sh", RECIPE, "--config.data.train_files=a 'b'/*")
+    status, _ = stubs.run("single_host.sh", RECIPE, "--config.data.train_files=/a 'b'/*")
     assert status == statuses[-1]
-    command = ["-m", "calm_jax.main", RECIPE, "--config.data.train_files=a 'b'/*"]
+    command = ["-m", "calm_jax.main", RECIPE, "--config.data.train_files=/a 'b'/*"]
     assert stubs.named("python") == [command] * calls
 
 
@@ -99,14 +99,14 @@ def test_a_job_that_saved_is_requeued_unless_it_was_cancelled(status, state, req
     stubs.add("srun", f"exit {status}")
     stubs.add("squeue", f"echo {state}")
     stubs.add("scontrol", "")
-    assert stubs.run("slurm_gpu.sh", RECIPE, "--workdir=runs/m", **JOB)[0] == status
+    assert stubs.run("slurm_gpu.sh", RECIPE, "--workdir=/runs/m", **JOB)[0] == status
     (call,) = stubs.named("srun")
     assert call[call.index("python") :] == [
         "python",
         "-m",
         "calm_jax.main",
         RECIPE,
-        "--workdir=runs/m",
+        "--workdir=/runs/m",
     ]
     assert stubs.named("scontrol") == [["requeue", "123"]] * requeued
 
