@@ -144,6 +144,24 @@ need_recipe() {
     fi
 }
 
+# Ends the script unless the flags for calm_jax.main name the text of a recipe of the paper. The checkout's prepared/ is not on the hosts.
+need_text() {
+    local all=" $* " keys=(train_files validation_files) key missing="" recipe
+    recipe=${all##* --config=} recipe=${recipe%%[: ]*}
+    case ${recipe##*/} in
+        ar_*.py) ;;
+        calm_*.py)
+            [[ $all == *head=softmax* || $all == *" --config.stage=lm "* || $all == *" --config.autoencoder.checkpoint="* ]] ||
+                keys+=(autoencoder_files)
+            ;;
+        *) return 0 ;;
+    esac
+    for key in "${keys[@]}"; do
+        [[ $all == *" --config.data.$key="* ]] || missing+=" --config.data.$key=..."
+    done
+    [[ -z $missing ]] || fail "give$missing, on the file system that all hosts share: by default $recipe reads prepared/ of the checkout"
+}
+
 # Sets `dry_run`, and `flags` to all other arguments, which are flags of calm_jax.main, with absolute paths. Refuses a URL as the
 # workdir.
 take_flags() {

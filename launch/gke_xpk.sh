@@ -70,6 +70,7 @@ create() {
     [[ $max_restarts =~ ^[0-9]+$ ]] || fail "--max_restarts=$max_restarts must be a whole number"
     need_recipe "in the checkout" ${flags[@]+"${flags[@]}"}
     [[ " ${flags[*]}" == *" --workdir=/"* ]] || fail "give --workdir=DIR, absolute, on a file system that all pods share"
+    need_text "${flags[@]}"
     local request=("${where[@]}" "--workload=$workload" "--tpu-type=$tpu_type" "--num-slices=$num_slices")
     # xpk itself restarts on 42 and on 127 and above, which includes killed pods, but not on 75.
     request+=("--max-restarts=$max_restarts" --restart-on-exit-codes=75 --termination-grace-period-seconds=120)

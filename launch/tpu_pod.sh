@@ -70,6 +70,7 @@ fi
 if [[ $command == run || $command == resume ]]; then
     need_recipe "in the checkout" ${flags[@]+"${flags[@]}"}
     [[ " ${flags[*]}" == *" --workdir=/"* ]] || fail "give --workdir=DIR, absolute, on a file system that all hosts share"
+    need_text "${flags[@]}"
 elif ((${#flags[@]})); then
     fail "$command takes no ${flags[0]}"
 fi

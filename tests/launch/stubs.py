@@ -10,7 +10,13 @@ from tests.workdirs import ROOT
 
 FOLDER = ROOT / "launch"
 RECIPE = "--config=configs/calm_m.py"
-ON_PODS = (RECIPE, "--workdir=/mnt/calm/runs/m", "--config.data.train_files=/mnt/a 'b'/*")
+ON_PODS = (
+    RECIPE,
+    "--workdir=/mnt/calm/runs/m",
+    "--config.data.autoencoder_files=/mnt/a",
+    "--config.data.validation_files=/mnt/v.jsonl",
+    "--config.data.train_files=/mnt/a 'b'/*",
+)
 POD = ("--name=calm", "--zone=z", "--project=p")
 SLICE = ("--accelerator=v5litepod-256", "--runtime=v2-alpha-tpuv5-lite", "--spot")
 CLUSTER = ("--cluster=c", "--zone=z", "--project=p")

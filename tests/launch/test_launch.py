@@ -145,6 +145,19 @@ WRONG = [
         ("tpu_pod.sh", "run", *POD, "--config=mine.py", "--workdir=/m"),
         "there is no file mine.py in the checkout",
     ),
+    (
+        ("tpu_pod.sh", "resume", *POD, *SLICE, *ON_PODS[:-1]),
+        "give --config.data.train_files=..., on the file system that all hosts share",
+    ),
+    (
+        ("tpu_pod.sh", "run", *POD, "--config=configs/ar_m.py", "--workdir=/m"),
+        "give --config.data.train_files=... --config.data.validation_files=..., on",
+    ),
+    (
+        ("gke_xpk.sh", "create", *CLUSTER, "--workload=w", "--tpu_type=t", *ON_PODS[:2]),
+        "--config.data.autoencoder_files=..., on the file system that all hosts share: by default "
+        "configs/calm_m.py reads prepared/ of the checkout",
+    ),
     (("tpu_pod.sh", "stop", *POD, "--force"), "stop takes no --force"),
     (("tpu_pod.sh", "resume", *POD, *SLICE, *ON_PODS, "--poll=often"), "--poll=often"),
     (("gke_xpk.sh", "make"), "'make' is none of create, list, delete"),
