@@ -8,7 +8,7 @@ quickstart, NAME.json; a second call runs only the parts that have not succeeded
 --topology, and the quickstart goes on where it stopped. JAX gets the share of the GPU's memory that the planner assumes, unless
 XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. The summary says the time and the MFU of a training step beside the planner's, how
 far decoding is from the bound of memory bandwidth for texts of this length, and whether both reach their goals. With --dry_run the same parts run on this machine's CPU at tiny sizes, in the folder dry_run of
---output, except the planner's, which need NVIDIA's compiler (`calm_jax[cuda]` has it).
+--output, except the planner's, which need NVIDIA's compiler (the extra `cuda` has it).
 """
 
 import json

@@ -55,6 +55,11 @@ def require_positive(section: object, path: str, *names: str) -> None:
             raise UserError(f"{path}{name}={getattr(section, name)} must be positive")
 
 
+def installation(extra: str) -> str:
+    """How to install an extra of pyproject.toml, for messages. Not by the package's name: it is not on PyPI."""
+    return f"pip install -e '.[{extra}]' in the clone"
+
+
 def nearest(name: str, names: list[str]) -> str:
     """A hint for an unknown name: the most similar one of `names`, or all of them if none is similar."""
     close = difflib.get_close_matches(name, names, n=1)

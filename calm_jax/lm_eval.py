@@ -1,4 +1,4 @@
-"""EleutherAI's lm-evaluation-harness with the models of calm_jax (`pip install 'calm_jax[eval]'`).
+"""EleutherAI's lm-evaluation-harness with the models of calm_jax (`pip install -e '.[eval]'`).
 
     python -m calm_jax.lm_eval --model calm_jax --model_args workdir=runs/calm_m --tasks gsm8k
 
@@ -12,7 +12,7 @@ import traceback
 from absl import app, flags
 
 from calm_jax.cli.command import command
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, installation
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
 from calm_jax.parallel.host_memory import keep_freed_memory, return_compilers_memory
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.registry import model_registry
     except ImportError as error:
-        raise UserError(f"this command needs {error.name}: pip install 'calm_jax[eval]'") from error
+        raise UserError(f"this command needs {error.name}: {installation('eval')}") from error
     model_registry.register("calm_jax", target="calm_jax.run.harness:HarnessModel")
     keep_compiled_programs()
     return_compilers_memory()

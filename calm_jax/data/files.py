@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
-from calm_jax.errors import UserError, typed_reason_of
+from calm_jax.errors import UserError, installation, typed_reason_of
 
 _FORMATS = (".txt", ".jsonl", ".json", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
@@ -124,7 +124,7 @@ def library(name: str, file: str) -> Any:
     try:
         return __import__(name)
     except ImportError as error:
-        raise UserError(f"{file}: reading it needs {name}: pip install 'calm_jax[data]'") from error
+        raise UserError(f"{file}: reading it needs {name}: {installation('data')}") from error
 
 
 class _Unzstd(io.RawIOBase):

@@ -1,9 +1,9 @@
-"""Samples of a Hugging Face causal language model (`pip install 'calm_jax[hf]'`)."""
+"""Samples of a Hugging Face causal language model (extra `hf`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from calm_jax.errors import UserError, reason_of
+from calm_jax.errors import UserError, installation, reason_of
 
 # New tokens of a sample: enough that its text nearly always has at least four tokens of any other tokenizer.
 _NEW_TOKENS = 16
@@ -21,7 +21,7 @@ class CausalLM:
             import transformers
         except ImportError as error:
             raise UserError(
-                f"--model=hf:{name} needs {error.name}, which is not installed: pip install 'calm_jax[hf]'"
+                f"--model=hf:{name} needs {error.name}, which is not installed: {installation('hf')}"
             ) from error
         transformers.utils.logging.disable_progress_bar()
         try:

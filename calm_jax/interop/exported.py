@@ -12,7 +12,7 @@ import numpy as np
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.cli.files import atomic_folder
 from calm_jax.data.tokenizers import ByteTokenizer, Llama3Tokenizer, Tokenizer
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, installation
 from calm_jax.interop import names, published
 from calm_jax.interop.model_card import model_card
 from calm_jax.models.heads.softmax import SoftmaxHeadConfig
@@ -88,7 +88,7 @@ def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
     )
     # What the end of the export needs is checked before parameters are read.
     if importlib.util.find_spec("safetensors") is None:
-        raise UserError("writing needs safetensors: pip install 'calm_jax[interop]'")
+        raise UserError(f"writing needs safetensors: {installation('interop')}")
     if not workdir.is_converted:
         workdir.stored_corpus()
     written: dict[str, np.ndarray] = {}

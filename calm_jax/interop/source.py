@@ -4,7 +4,7 @@ import pathlib
 import re
 
 from calm_jax.data.tokenizers import Tokenizer, TokenizerConfig, open_tokenizer
-from calm_jax.errors import UserError, typed_reason_of
+from calm_jax.errors import UserError, installation, typed_reason_of
 from calm_jax.interop.published import PublishedConfig
 from calm_jax.interop.weights import is_file
 
@@ -59,7 +59,7 @@ def _download(name: str, flag: str, revision: str) -> pathlib.Path:
         import huggingface_hub
     except ImportError as error:
         raise UserError(
-            f"{flag}={name!r} is not a folder; to download from the hub: pip install 'calm_jax[interop]'"
+            f"{flag}={name!r} is not a folder; to download from the hub: {installation('interop')}"
         ) from error
     try:
         fetched = huggingface_hub.snapshot_download(

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from calm_jax.cli import files
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, installation
 from calm_jax.interop.pickled import PickleFile
 
 # The dtypes that convert to float32 without loss.
@@ -72,7 +72,7 @@ class _SafetensorsFile:
             import safetensors
         except ImportError as error:
             raise UserError(
-                "reading published checkpoints needs safetensors: pip install 'calm_jax[interop]'"
+                f"reading published checkpoints needs safetensors: {installation('interop')}"
             ) from error
         self._path, self._library = path, safetensors
         self.tensors: dict[str, TensorInfo] = {}

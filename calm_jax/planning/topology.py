@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax
 from jax.experimental import topologies
 
-from calm_jax.errors import UserError, require_one_of
+from calm_jax.errors import UserError, installation, require_one_of
 from calm_jax.parallel.devices import GPUS_PER_HOST, Accelerator, accelerator
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -103,11 +103,11 @@ class Topology:
     def check_compiler(self) -> None:
         """Raises `UserError` unless the compiler for this hardware is installed."""
         if self.platform == "tpu":
-            _need("libtpu", f"{self}: compiling for TPUs needs pip install 'calm_jax[plan]'")
+            _need("libtpu", f"{self}: compiling for TPUs needs {installation('plan')}")
         else:
             _need(
                 "jax_plugins.xla_cuda13",
-                f"{self}: compiling for NVIDIA needs pip install 'calm_jax[plan-cuda]'",
+                f"{self}: compiling for NVIDIA needs {installation('plan-cuda')}",
             )
 
     def devices(self) -> list[jax.Device]:

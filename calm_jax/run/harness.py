@@ -1,4 +1,4 @@
-"""A workdir as a model of EleutherAI's lm-evaluation-harness (`pip install 'calm_jax[eval]'`): `HarnessModel`."""
+"""A workdir as a model of EleutherAI's lm-evaluation-harness (extra `eval`): `HarnessModel`."""
 
 import collections
 import dataclasses

@@ -14,7 +14,7 @@ import rich.text
 from calm_jax.cli import progress
 from calm_jax.cli.files import append_line, nan_to_none, os_errors, sync, write_atomically
 from calm_jax.config import Config
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, installation
 from calm_jax.evaluation.tradeoff import name_of
 from calm_jax.run.workdir import Workdir
 
@@ -194,7 +194,7 @@ def check_drawable() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UserError(
-            "eval.temperatures: the plane is drawn with matplotlib, which is not installed: pip install 'calm_jax[plot]'"
+            f"eval.temperatures: the plane is drawn with matplotlib, which is not installed: {installation('plot')}"
         ) from error
 
 

@@ -20,7 +20,7 @@ from absl import flags
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import given_folder, parse_flags
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, installation
 from calm_jax.parallel.compilation_cache import keep_compiled_programs
 from calm_jax.parallel.host_memory import keep_freed_memory, return_compilers_memory
 
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> None:
         from calm_jax.serve.app import LOOPBACK_NAMES, Served, make_app
         from calm_jax.serve.listen import listen
     except ImportError as error:
-        raise UserError(f"serving needs {error.name}: pip install 'calm_jax[serve]'") from error
+        raise UserError(f"serving needs {error.name}: {installation('serve')}") from error
     # Wrong flags and folders are refused before any parameters are read.
     limits = {
         name: _limits(Workdir(local_path(folder, "folder")).config)

@@ -687,4 +687,4 @@ def test_without_the_extra_the_command_says_what_to_install(tmp_path):
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: serving needs uvicorn: pip install 'calm_jax[serve]'\n"
+    assert done.stderr == "error: serving needs uvicorn: pip install -e '.[serve]' in the clone\n"

@@ -16,7 +16,7 @@ from typing import Any
 import rich.progress
 
 from calm_jax.cli.progress import duration
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, installation
 
 _IN_WORKERS = "distributed.nanny.pre-spawn-environ"
 _DASK = {
@@ -183,7 +183,7 @@ class Cluster(contextlib.ExitStack):
             dask.config.set(_DASK | {"temporary-directory": str(self._work / "dask")})
             import distributed
         except ImportError as error:
-            raise UserError("preparing text needs Dask: pip install 'calm_jax[data]'") from error
+            raise UserError(f"preparing text needs Dask: {installation('data')}") from error
         self._distributed = distributed
         self._marker.touch()
         self.callback(self._marker.unlink, missing_ok=True)
