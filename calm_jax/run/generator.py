@@ -112,8 +112,8 @@ class Generator:
     ) -> list[Continuation] | Iterator[Piece]:
         """Continues every prompt.
 
-        A continuation depends on the seed, the prompt, its place among the prompts and the options. It does not
-        depend on the other prompts.
+        The random numbers of a continuation depend on the seed, the prompt, its place among the prompts and the options, and not
+        on the other prompts. These decide only with which shapes programs are compiled, and so how results are rounded.
 
         Args:
           prompts: each is text, to which bos is prepended, or token ids, which are used as they are. An empty prompt
@@ -151,6 +151,7 @@ class Generator:
         check_sampler("sampler", options.sampler)
         if self.has_autoencoder:
             options.check_latent_head()
+            options.check_token_prior(self._config.lm.token_prior_weight)
         if not 0 <= seed < 2**32:
             raise UserError(f"seed={seed} must be in [0, 2**32)")
         # A prompt that is in the list more than once, as the same object, is encoded once.

@@ -1,7 +1,9 @@
 """Generative heads: a hidden state in, the next chunk out. `HEADS` maps the names of `lm.head.name` to heads and configs.
 
-A latent head (energy, diffusion, flow) is a Flax module with an attribute `config`, whose `num_samples` is the number of draws that
-its loss makes at a position, and two methods, whose parameters have these names:
+A latent head (energy, diffusion, flow) is a Flax module with the attributes `config`, `hidden_size`, `latent_size`, `norm_epsilon`
+(of the backbone) and `dtype`, in this order. The config's `num_samples` is the number of draws that the loss makes at a position; its
+`beta`, if it has one, is the exponent with which metrics compare draws and posteriors (else 1). The head has two methods, whose
+parameters have these names:
 
 * `loss(h_PD, target, key_P)` -> float32 [P]: the loss at each position against the next chunk, a
   `calm_jax.losses.Target`. The head gets the autoencoder's posterior and not a sample of it, so that each head draws as
