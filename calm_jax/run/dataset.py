@@ -53,6 +53,9 @@ def read_corpus(config: Config, stages: Collection[str]) -> Corpus:
         with_train=reads_train_files(config, stages),
         with_autoencoder="autoencoder" in stages,
     )
+    if not config.data.train_files and corpus.train:
+        count = len(corpus.train)
+        print(f"data: data.train_files is empty: {count:,} files of Python's standard library")
     for reason, count in corpus.skipped.items():
         if count:
             print(f"data: {count} records left out: {reason}")

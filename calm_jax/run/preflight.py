@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from calm_jax.build import check_attention
 from calm_jax.cli.files import local_path, read_json
 from calm_jax.config import NO_PARAMETER_KEYS, Config, as_dict, leaves
-from calm_jax.data.corpus import Corpus
+from calm_jax.data.corpus import STANDARD_LIBRARY, Corpus
 from calm_jax.data.tokenizers import Tokenizer, check_path, make_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
@@ -104,6 +104,11 @@ def _find_sources(
         if fresh or not (has(stage) or workdir.initial(stage).exists())
     ]
     if config.init_from and to_begin:
+        if not config.data.train_files:
+            raise UserError(
+                f"data.train_files is empty, and init_from={config.init_from!r} needs text to go on with: name files, or "
+                f"--config.data.train_files={STANDARD_LIBRARY} for Python's standard library"
+            )
         initial = _open_source("init_from", config.init_from, to_begin, workdir)
     if config.autoencoder_source and not has("autoencoder"):
         key = "autoencoder.checkpoint" if config.autoencoder.checkpoint else "init_from"

@@ -327,6 +327,11 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
 
     def check() -> tuple[Mesh, list[SamplerConfig]]:
         workdir.check_config(config, training=False)
+        if workdir.is_converted and not (config.data.validation_files or config.data.train_files):
+            raise UserError(
+                "data.validation_files is empty: name text to score the converted weights on, with "
+                "--config.data.validation_files=GLOB"
+            )
         ways: list[SamplerConfig] = []
         if config.eval.temperatures:
             report.check_drawable()

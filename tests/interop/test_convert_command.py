@@ -114,6 +114,8 @@ def test_a_converted_model_can_generate_be_evaluated_and_fine_tuned(text_glob, t
     stored = f"--config=configs/workdir.py:{workdir}"
     line = run("calm_jax.main", stored, f"--workdir={workdir}", status=2)
     assert "configs/finetune.py" in line
+    line = run("calm_jax.main", stored, f"--workdir={workdir}", "--mode=eval", status=2)
+    assert "data.validation_files is empty: name text to score the converted weights on" in line
     before = params(Workdir(workdir))
     shown = run(
         "calm_jax.main",
