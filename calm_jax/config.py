@@ -142,6 +142,7 @@ class Config:
         """Raises `UserError` for values that the head does not support."""
         if self.has_autoencoder:
             self.sample.check_latent_head()
+            self.sample.check_token_prior(self.lm.token_prior_weight)
             return
         if self.chunk_size != 1:
             raise UserError(
@@ -203,6 +204,7 @@ _ADDED: dict[str, Any] = {
     "lm.token_loss_weight": 0.0,
     "lm.token_prior_weight": 0.0,
     "sample.shown_candidates": 0,
+    "sample.token_prior_scale": 1.0,
 }
 # Keys that older versions lacked, each with the key of the same section whose value it then takes.
 _ADDED_AS = {"lm.model.rms_norm_epsilon": "norm_epsilon"}

@@ -72,6 +72,11 @@ _OPTIONS = (
         None,
         "nucleus sampling, autoregressive baseline only: probability of the set of likeliest tokens to sample from",
     ),
+    flags.DEFINE_float(
+        "token_prior_scale",
+        None,
+        "multiplies the weight of the token prior, for models that have one; above 1 likelier words, and fewer different ones",
+    ),
     flags.DEFINE_integer("max_tokens", None, "maximum tokens to generate for each prompt"),
     flags.DEFINE_multi_string("stop", None, "text ends before this string"),
     flags.DEFINE_string(

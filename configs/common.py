@@ -173,6 +173,8 @@ def get_config() -> ConfigDict:
     # How many candidates are kept beside each chunk: the most frequent chunks of the pool that it was chosen from, with their
     # counts. The server's page shows them. They cost decoding, and change no text.
     config.sample.shown_candidates = 0
+    # Multiplies lm.token_prior_weight in generation. Above 1 the text has likelier words, and fewer different ones.
+    config.sample.token_prior_scale = 1.0
     # Maximum tokens to generate for each prompt.
     config.sample.max_tokens = 128
     # Stop strings: a text ends before the first of them.

@@ -76,17 +76,20 @@ def get_config(argument: str = "") -> ConfigDict:
 
 def _set_for_records(config: ConfigDict, was_finetuned: bool) -> None:
     """Losses, token prior and temperature for answers that are to be exact. `was_finetuned`: whether the workdir's run had records itself."""
-    # A quarter of the weight that the decoded Brier loss had in training on text. With the whole weight, this loss is mostly noise
-    # to the head where records are few; without it, the model forgets text that is mixed with them (docs/experiments.md).
-    if "decoded_brier_weight" in config.lm.head:
-        if not was_finetuned:
-            config.lm.head.decoded_brier_weight /= 4
-        # At 1, answers that all draws decode wrongly for certain stay wrong (docs/experiments.md).
-        config.lm.head.decoded_brier_temperature = 3.0
-
-    # The token predictor learns new answers in a few hundred steps, and the head needs several times as many (docs/experiments.md).
+    head = config.lm.head
     if config.lm.token_prior_weight:
-        config.lm.token_prior_weight = max(8.0, config.lm.token_prior_weight)
+        # The token predictor learns new answers in a few hundred steps, and sooner without the decoded Brier loss. Generation follows
+        # it more closely than scores do, so that the head's draws need not be exact (docs/experiments.md).
+        config.sample.token_prior_scale = max(4.0, config.sample.token_prior_scale)
+        if "decoded_brier_weight" in head:
+            head.decoded_brier_weight = 0.0
+    elif "decoded_brier_weight" in head:
+        # A quarter of the weight that the decoded Brier loss had in training on text. With the whole weight, this loss is mostly noise
+        # to the head where records are few; without it, the model forgets text that is mixed with them (docs/experiments.md).
+        if not was_finetuned:
+            head.decoded_brier_weight /= 4
+        # At 1, answers that all draws decode wrongly for certain stay wrong (docs/experiments.md).
+        head.decoded_brier_temperature = 3.0
 
     # An answer is wanted that is likely, and not one of many.
     if config.sample.sampler == "noise":

@@ -45,12 +45,12 @@ def ways(config: EvalConfig, sampler: SamplerConfig, has_autoencoder: bool) -> l
 
     Returns:
         All combinations that can be computed; T = 1 only once, as every sampler is then one draw of the model. None shows
-        candidates, which would be decoded for nothing.
+        candidates, which would be decoded for nothing, and none scales the token prior: the model's own law is measured.
 
     Raises:
         UserError: for a temperature that no sampler takes, or too many candidates.
     """
-    sampler = dataclasses.replace(sampler, shown_candidates=0)
+    sampler = dataclasses.replace(sampler, shown_candidates=0, token_prior_scale=1.0)
     if not has_autoencoder:
         return [
             dataclasses.replace(sampler, temperature=temperature)

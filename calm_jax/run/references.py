@@ -94,6 +94,7 @@ def samples_of(
         long_context="slide",
         max_tokens=_TEXT_TOKENS if as_text else ORDERS,
         shown_candidates=0,
+        token_prior_scale=1.0,
     )
     reads_tokens = have_tokens_of(tokenizer, references)
     contexts = [one.context_tokens if reads_tokens else one.context for one in references]

@@ -59,6 +59,13 @@ class ChunkModel:
     log_probs: Callable[[Array], Array] | None
     prior: Callable[[Array], Array] | None
 
+    def with_prior_times(self, scale: float) -> "ChunkModel":
+        """The model with the logits of its prior, if it has one, multiplied by `scale`."""
+        prior = self.prior
+        if prior is None or scale == 1:
+            return self
+        return dataclasses.replace(self, prior=lambda h_PD: scale * prior(h_PD))
+
     def prior_of(self, h_PD: Array) -> Array | None:
         """The prior's features for all draws of each chunk, [P, 1, K, E], or None."""
         return None if self.prior is None else self.prior(h_PD)[:, None]

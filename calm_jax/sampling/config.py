@@ -21,6 +21,7 @@ CALM_ONLY = (
     "draws_at_once",
     "prompt_alignment",
     "shown_candidates",
+    "token_prior_scale",
 )
 
 
@@ -38,6 +39,7 @@ class SamplerConfig:
     draws_at_once: int
     top_p: float
     shown_candidates: int = dataclasses.field(default=0, kw_only=True)
+    token_prior_scale: float = dataclasses.field(default=1.0, kw_only=True)
 
     def __post_init__(self):
         if not 0 <= self.temperature < math.inf:
@@ -53,12 +55,24 @@ class SamplerConfig:
             raise UserError(
                 f"shown_candidates={self.shown_candidates} must be from 0 to {_MOST_SHOWN}"
             )
+        if not 0 <= self.token_prior_scale < math.inf:
+            raise UserError(
+                f"token_prior_scale={self.token_prior_scale:g} must be at least 0 and finite"
+            )
         # The samplers of a single pool compare all its draws in pairs.
         name = "num_candidates" if self.sampler in FIXED_POOL else "max_draws"
         if self.sampler in (*FIXED_POOL, "growing") and getattr(self, name) > MOST_COMPARED:
             raise UserError(
                 f"{name}={getattr(self, name)} must be at most {MOST_COMPARED} with sampler={self.sampler!r}, which compares "
                 "all draws in pairs"
+            )
+
+    def check_token_prior(self, weight: float) -> None:
+        """Raises `UserError` if a prior is to be scaled that is not there. `weight`: the model's `lm.token_prior_weight`."""
+        if self.token_prior_scale != 1 and not weight:
+            raise UserError(
+                f"token_prior_scale={self.token_prior_scale:g} scales the token prior, and this model has none "
+                "(lm.token_prior_weight=0): leave it at 1"
             )
 
     def check_latent_head(self) -> None:

@@ -94,7 +94,7 @@ def sample_chunk(
         h_BD: hidden states.
         key_B: one key per row.
         active_B: bool; the other rows get an undefined chunk at no cost.
-        config: the temperature, the sampler and its budget.
+        config: the temperature, the sampler and its budget, and the scale of the model's token prior.
 
     Raises:
         UserError: for an unknown sampler.
@@ -103,6 +103,7 @@ def sample_chunk(
     if model.log_probs is not None:
         token_B = sample_token(model.log_probs(h_BD), key_B, config.temperature, config.top_p)
         return Sampled(token_B[:, None], one_B, one_B, active_B)
+    model = model.with_prior_times(config.token_prior_scale)
     with jax.named_scope("temperature"):
         if config.temperature == 1:
             return _at_noise(model, h_BD, key_B, active_B, config)

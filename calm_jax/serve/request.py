@@ -36,6 +36,7 @@ _OPTIONS: dict[str, type] = {
     "num_candidates": int,
     "max_draws": int,
     "shown_candidates": int,
+    "token_prior_scale": float,
     "prompt_alignment": str,
     "long_context": str,
 }

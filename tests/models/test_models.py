@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
 from calm_jax import build
 from calm_jax.brier import Protocol
@@ -25,7 +26,10 @@ from calm_jax.models.heads import energy
 from calm_jax.models.heads.energy import EnergyHead, EnergyHeadConfig
 from calm_jax.parallel import constraints
 from calm_jax.sampling import temperature
+from calm_jax.sampling.config import SamplerConfig
 from calm_jax.sampling.counting import count_draws
+from calm_jax.sampling.pools import Prefix, complete_chunk
+from calm_jax.sampling.samplers import sample_chunk
 from calm_jax.tasks import AutoencoderTask, CalmTask
 from calm_jax.tasks.base import call
 from tests.models import networks
@@ -453,6 +457,35 @@ def test_a_draw_decodes_to_the_largest_sum_of_the_decoders_and_the_weighted_prio
     sum_PKNV = logit_PKNV + 1.5 * prior_PKV[:, :, None]
     np.testing.assert_array_equal(ours_PNK, sum_PKNV.argmax(-1).swapaxes(1, 2))
     assert (sum_PKNV.argmax(-1) != logit_PKNV.argmax(-1)).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler, temperature", [("noise", 1.0), ("noise", 0.5), ("pooled", 0.5)])
+def test_a_sampler_that_doubles_the_prior_draws_from_the_model_of_twice_its_weight(
+    sampler, temperature
+):
+    tasks = {weight: task_with_prior(weight) for weight in (1.5, 3.0)}
+    params = random_params(tasks[1.5])
+    frozen = {"params": random_params(autoencoder_task(), seed=1)}
+    h_BD = jnp.asarray(np.random.default_rng(0).normal(size=(40, D)), jnp.float32)
+    config = SamplerConfig(
+        temperature, sampler, num_candidates=8, max_draws=48, draws_at_once=16, top_p=1.0
+    )
+
+    def drawn(weight: float, scale: float) -> tuple[Array, Array]:
+        model = tasks[weight].bind(params, frozen)
+        scaled = dataclasses.replace(config, token_prior_scale=scale)
+        is_active_B, prefix = jnp.ones(40, bool), Prefix(tokens_BK, jnp.full(40, 1))
+        chunk = sample_chunk(model, h_BD, keys(40), is_active_B, scaled)
+        fits, completed = complete_chunk(model, h_BD, keys(40), is_active_B, scaled, prefix)
+        return chunk.tokens, jnp.where(fits[:, None], completed.tokens, -1)
+
+    # A first token that some draws have.
+    tokens_BK = tasks[3.0].bind(params, frozen).draw(h_BD, 1, keys(40))[:, 0]
+    doubled = jax.tree.map(np.asarray, drawn(1.5, 2.0))
+    for one, other, plain in zip(doubled, drawn(3.0, 1.0), drawn(1.5, 1.0), strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert (one != plain).any()
 
 
 @pytest.mark.slow

@@ -265,6 +265,10 @@ SAMPLE = {
     ("energy", "--temperature=0.45", "--sampler=rejection", "--max_draws=2"): "max_draws=2 must be",
     ("energy", "--temperature=0.7", "--sampler=published"): "temperature=0.7: sampler='published'",
     ("energy", "--sampler=greedy"): "sampler='greedy' is none of pooled, batch, published",
+    (
+        "energy",
+        "--token_prior_scale=2",
+    ): "token_prior_scale=2 scales the token prior, and this model",
     ("energy", "--max_draws=0"): "max_draws=0 must be at least 1",
     ("energy", "--num_candidates=0"): "num_candidates=0 must be at least 1",
     ("energy", "--draws_at_once=0"): "draws_at_once=0 must be at least 1",

@@ -43,6 +43,7 @@ def records(prompts, completions, chunk_size, block_tokens=64, isolate=False, is
 
 def test_the_decoded_brier_weight_is_quartered_once(tmp_path):
     tree = tiny_recipe.get_config("x,all_losses")
+    tree.lm.token_prior_weight = 0.0
     weights = [tree.lm.head.decoded_brier_weight]
     for number in range(3):
         workdir = Workdir(tmp_path / str(number))
@@ -53,13 +54,19 @@ def test_the_decoded_brier_weight_is_quartered_once(tmp_path):
     assert weights == [2.0, 0.5, 0.5, 0.5]
 
 
-def test_a_token_prior_is_raised_to_eight_and_none_stays_none(tmp_path):
-    for number, (before, after) in enumerate([(0.0, 0.0), (3.0, 8.0), (8.0, 8.0), (12.0, 12.0)]):
-        tree = tiny_recipe.get_config("x,all_losses")
-        tree.lm.token_prior_weight = before
-        workdir = Workdir(tmp_path / str(number))
-        workdir._create(resolve(tree), BYTES, "corpus.json", {})
-        assert finetune_recipe.get_config(str(workdir.path)).lm.token_prior_weight == after
+@pytest.mark.parametrize("weight, scale, after", [(0, 1, 1), (3, 1, 4), (3, 16, 16)])
+def test_answers_follow_a_token_prior_that_the_model_has(weight, scale, after, tmp_path):
+    tree = tiny_recipe.get_config("x,all_losses")
+    tree.lm.token_prior_weight, tree.sample.token_prior_scale = float(weight), float(scale)
+    workdir = Workdir(tmp_path / "run")
+    workdir._create(resolve(tree), BYTES, "corpus.json", {})
+    tuned = finetune_recipe.get_config(str(workdir.path))
+    assert tuned.lm.token_prior_weight == weight
+    assert tuned.sample.token_prior_scale == after
+    assert tuned.lm.token_loss_weight == tree.lm.token_loss_weight
+    assert (tuned.lm.head.decoded_brier_weight == 0) == (weight > 0)
+    tuned.data.train_files = "records.jsonl"
+    resolve(tuned)
 
 
 @pytest.mark.parametrize("sampler, before, after", [("noise", 1.0, 0.33), ("pooled", 1.0, 1.0)])
@@ -352,6 +359,12 @@ def test_a_source_or_text_that_does_not_fit_is_refused_before_anything_is_writte
     for option, message in cases.items():
         assert message in finetune(trained, tmp_path / "a", record_file, option, status=2), option
         assert not (tmp_path / "a").exists()
+    assert "needs text to go on with" in run(
+        "calm_jax.main",
+        f"--config=configs/finetune.py:{trained},text",
+        f"--workdir={tmp_path / 'a'}",
+        status=2,
+    )
     assert "needs data.train_files to train on" in run(
         "calm_jax.main",
         "--config=configs/quickstart.py",

@@ -325,6 +325,7 @@ DEEP = b'{"prompt": ' + 4000 * b"[" + 4000 * b"]" + b"}"
         ({"prompt": "a", "sampler": "best"}, "sampler='best' is none of"),
         ({"prompt": "a", "max_draws": 65}, "max_draws=65 must be at most 64"),
         ({"prompt": "a", "shown_candidates": 65}, "shown_candidates=65 must be from 0 to 64"),
+        ({"prompt": "a", "token_prior_scale": 2}, "token_prior_scale=2 scales the token prior"),
         ({"prompt": "a", "num_candidates": -1}, "num_candidates=-1 must be at least 1"),
         ({"prompt": "a", "echo": True}, "echo is not supported"),
         ({"prompt": "a", "best_of": 3}, "best_of is not supported"),
