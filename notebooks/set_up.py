@@ -35,8 +35,12 @@ except ImportError:
     extras = f".[interop,plot{accelerator}]"
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "-e", extras], check=True)
 
+# A TPU belongs to one process. So this one leaves it to the commands that train, and uses it only after the last of them.
+show_devices = """
 import jax
-
-print(
-    f"jax {jax.__version__} on {jax.devices()[0].device_kind} ({jax.default_backend()}), {jax.device_count()} device(s)"
+print(f"jax {jax.__version__} on {jax.devices()[0].device_kind} ({jax.default_backend()}), {jax.device_count()} device(s)")
+"""
+done = subprocess.run(
+    [sys.executable, "-c", show_devices], check=True, stdout=subprocess.PIPE, text=True
 )
+print(done.stdout, end="")
