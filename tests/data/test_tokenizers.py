@@ -99,6 +99,24 @@ def tiny_json(*special: str, eos: str = "<|end_of_text|>") -> bytes:
     return bpe.to_str().encode()
 
 
+def padless_model() -> bytes:
+    """A lossless SentencePiece model without pad, as Llama 2's."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=340,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        max_sentence_length=16_000,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
 def tiny_ranks() -> bytes:
     """A tokenizer.model as Llama 3's: the bytes, then merges in the order of their rank."""
     tokens = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the"]
@@ -107,13 +125,16 @@ def tiny_ranks() -> bytes:
 
 
 @pytest.fixture(
-    scope="module", params=["bytes", "sentencepiece", "llama3", "tiny ranks", "tiny json"]
+    scope="module",
+    params=["bytes", "sentencepiece", "no pad piece", "llama3", "tiny ranks", "tiny json"],
 )
 def tokenizer(request) -> Tokenizer:
     if request.param == "bytes":
         return ByteTokenizer(b"")
     if request.param == "sentencepiece":
         return SentencePieceTokenizer(request.getfixturevalue("sentencepiece_model"))
+    if request.param == "no pad piece":
+        return SentencePieceTokenizer(padless_model())
     if request.param == "llama3":
         return request.getfixturevalue("llama3")
     return Llama3Tokenizer(tiny_ranks() if request.param == "tiny ranks" else tiny_json())
@@ -546,7 +567,20 @@ def test_bad_sentencepiece_model_is_refused(model):
         SentencePieceTokenizer(model)
 
 
-def test_sentencepiece_model_without_pad_is_refused():
+def test_sentencepiece_model_without_pad_gets_one_after_its_pieces():
+    tokenizer = SentencePieceTokenizer(padless_model())
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
+    assert (tokenizer.pad_id, tokenizer.vocab_size) == (340, 341)
+    assert tokenizer.decode([340, *tokenizer.encode("the text"), 340]) == "the text"
+
+
+def test_a_new_pad_leaves_the_models_that_have_one_as_they_are(sentencepiece_model):
+    tokenizer = SentencePieceTokenizer(sentencepiece_model)
+    assert (tokenizer.pad_id, tokenizer.vocab_size) == (3, 380)
+
+
+@pytest.mark.parametrize("name", ["bos_id", "eos_id"])
+def test_sentencepiece_model_without_bos_or_eos_is_refused(name):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS),
@@ -554,6 +588,7 @@ def test_sentencepiece_model_without_pad_is_refused():
         model_type="bpe",
         vocab_size=60,
         minloglevel=2,
+        **{name: -1},
     )
-    with pytest.raises(UserError, match="no pad_id"):
+    with pytest.raises(UserError, match=rf"no {name}, .*spm_train --{name}=N.*no file"):
         SentencePieceTokenizer(model.getvalue())

@@ -17,7 +17,7 @@ TRAINED_PAD = 3
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model that has bos, eos and pad.
+    """A SentencePiece model that has bos and eos. Without pad, it gets a pad id after its last piece.
 
     SentencePiece encodes a space as U+2581; therefore a U+2581 in the text is decoded as a space.
     """
@@ -31,13 +31,18 @@ class SentencePieceTokenizer(Tokenizer):
         # SentencePiece raises ValueError for a piece that is not valid UTF-8.
         except (RuntimeError, ValueError) as error:
             raise UserError("tokenizer: the file is no SentencePiece model") from error
-        self.vocab_size = self._processor.get_piece_size()
+        num_pieces = self._processor.get_piece_size()
         self.bos_id = self._processor.bos_id()
         self.eos_id = self._processor.eos_id()
-        self.pad_id = self._processor.pad_id()
-        for name in ("bos_id", "eos_id", "pad_id"):
+        pad_id = self._processor.pad_id()
+        self.pad_id = num_pieces if pad_id < 0 else pad_id
+        self.vocab_size = max(self.pad_id + 1, num_pieces)
+        for name in ("bos_id", "eos_id"):
             if getattr(self, name) < 0:
-                raise UserError(f"tokenizer: the SentencePiece model has no {name}; CALM needs it")
+                raise UserError(
+                    f"tokenizer: the SentencePiece model has no {name}, which CALM needs: train it with one (spm_train --{name}=N), "
+                    "or give no file, to train a model on your text"
+                )
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._processor.encode(list(texts))
