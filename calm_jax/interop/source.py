@@ -100,6 +100,12 @@ def find_tokenizer(name: str, folder: pathlib.Path) -> tuple[Tokenizer, Tokenize
 
 def check_tokenizer(config: PublishedConfig, tokenizer: Tokenizer) -> None:
     """Raises `UserError` unless the tokenizer has the vocabulary size and the special ids of config.json."""
+    if config["vocab_size"] == tokenizer.pad_id == tokenizer.vocab_size - 1:
+        raise UserError(
+            f"{config.path} has vocab_size={config['vocab_size']!r}, the tokenizer {tokenizer.vocab_size} with the pad token: the "
+            "model's vocabulary has no pad token, which calm_jax needs; only models of the published code, whose vocabulary "
+            "has one, can be converted"
+        )
     pairs = {
         "vocab_size": tokenizer.vocab_size,
         "bos_token_id": tokenizer.bos_id,

@@ -206,6 +206,15 @@ def test_a_tokenizer_of_other_size_or_special_ids_is_refused(golden, plan_of, tm
         assert key in refusal(plan_of, golden / "energy_k4", tokenizer=other)
 
 
+def test_a_model_whose_vocabulary_has_no_pad_is_refused_for_that(golden, plan_of, tmp_path):
+    """As Meta's Llama 3, whose tokenizer is one token larger here."""
+    padless = tmp_path / "padless.model"
+    padless.write_bytes(sentencepiece_model(bos_id=94, eos_id=95))
+    line = refusal(plan_of, golden / "ar", tokenizer=padless)
+    assert "vocab_size=97, the tokenizer 98" in line and "has no pad token" in line
+    assert "--tokenizer" not in line
+
+
 def test_a_missing_tokenizer_is_refused_with_a_hint(golden, plan_of):
     assert "--tokenizer=FILE" in refusal(plan_of, golden / "energy_k4", tokenizer="")
 
