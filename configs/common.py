@@ -67,10 +67,10 @@ def get_config() -> ConfigDict:
     config.data.read_threads = 0
 
     config.tokenizer = ConfigDict()
-    # Kind of tokenizer: "llama3" (paper), "sentencepiece" or "bytes".
+    # Kind of tokenizer: "llama3" (paper), "huggingface", "sentencepiece" or "bytes".
     config.tokenizer.kind = "llama3"
-    # The tokenizer's file: Llama 3's tokenizer.model (tiktoken ranks) or tokenizer.json, or a SentencePiece model. Empty
-    # with "sentencepiece": a SentencePiece model is trained on the training text.
+    # The tokenizer's file: Llama 3's tokenizer.model (tiktoken ranks) or tokenizer.json; any byte-level tokenizer.json with
+    # "huggingface"; or a SentencePiece model. Empty with "sentencepiece": one is trained on the training text.
     config.tokenizer.path = ""
     # Vocabulary size of a SentencePiece model that is trained here, at least 300. Characters that find no room in it are
     # encoded as bytes. Other tokenizers have a fixed vocabulary (Llama 3: 128,257 with the pad token) and ignore it.

@@ -11,7 +11,13 @@ import numpy as np
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.cli.files import atomic_folder
-from calm_jax.data.tokenizers import ByteTokenizer, Llama3Tokenizer, Tokenizer
+from calm_jax.data.tokenizers import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    Llama3Tokenizer,
+    Tokenizer,
+)
+from calm_jax.data.tokenizers.json_bpe import is_json
 from calm_jax.errors import UserError, installation
 from calm_jax.interop import names, published
 from calm_jax.interop.model_card import model_card
@@ -57,8 +63,8 @@ def _write_tokenizer(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
     if isinstance(tokenizer, ByteTokenizer):
         print("note: the byte tokenizer has no file; convert takes it as --tokenizer=bytes")
         return
-    is_json = isinstance(tokenizer, Llama3Tokenizer) and tokenizer.model.lstrip()[:1] == b"{"
-    name = "tokenizer.json" if is_json else "tokenizer.model"
+    may_be_json = isinstance(tokenizer, Llama3Tokenizer | HuggingFaceTokenizer)
+    name = "tokenizer.json" if may_be_json and is_json(tokenizer.model) else "tokenizer.model"
     (folder / name).write_bytes(tokenizer.model)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,14 +16,18 @@ import tokenizers
 
 from calm_jax.data.tokenizers import (
     ByteTokenizer,
+    HuggingFaceTokenizer,
     Llama3Tokenizer,
     SentencePieceTokenizer,
     Tokenizer,
     TokenizerConfig,
     load_tokenizer,
     make_tokenizer,
+    open_tokenizer,
+    vocabulary,
 )
 from calm_jax.errors import UserError
+from tests.workdirs import run, train
 
 TEXTS = [
     "def f(x):\n    return x + 1\n\tif x:  # comment\n        pass\n" * 30,
@@ -99,6 +104,30 @@ def tiny_json(*special: str, eos: str = "<|end_of_text|>") -> bytes:
     return bpe.to_str().encode()
 
 
+def trained_json(*special: str, change: Callable = lambda bpe: None) -> bytes:
+    """A byte-level tokenizer.json as GPT-2's, trained with special tokens and then changed by a function."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        show_progress=False,
+        special_tokens=list(special),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bpe.train_from_iterator(TEXTS, trainer)
+    change(bpe)
+    return bpe.to_str().encode()
+
+
+# Files of tokenizer.kind="huggingface".
+HUGGING_FACE = {
+    "no special": trained_json(),
+    "as GPT-2": trained_json("<|endoftext|>"),
+    "as Mistral": trained_json("<unk>", "<s>", "</s>", "<pad>"),
+}
+
+
 def padless_model() -> bytes:
     """A lossless SentencePiece model without pad, as Llama 2's."""
     model = io.BytesIO()
@@ -126,7 +155,10 @@ def tiny_ranks() -> bytes:
 
 @pytest.fixture(
     scope="module",
-    params=["bytes", "sentencepiece", "no pad piece", "llama3", "tiny ranks", "tiny json"],
+    params=[
+        *("bytes", "sentencepiece", "no pad piece", "llama3", "tiny ranks", "tiny json"),
+        *HUGGING_FACE,
+    ],
 )
 def tokenizer(request) -> Tokenizer:
     if request.param == "bytes":
@@ -137,6 +169,8 @@ def tokenizer(request) -> Tokenizer:
         return SentencePieceTokenizer(padless_model())
     if request.param == "llama3":
         return request.getfixturevalue("llama3")
+    if request.param in HUGGING_FACE:
+        return HuggingFaceTokenizer(HUGGING_FACE[request.param])
     return Llama3Tokenizer(tiny_ranks() if request.param == "tiny ranks" else tiny_json())
 
 
@@ -446,6 +480,8 @@ def test_fingerprints_differ_for_different_models(sentencepiece_model):
         other,
         Llama3Tokenizer(tiny_ranks()),
         Llama3Tokenizer(tiny_json()),
+        HuggingFaceTokenizer(tiny_json()),
+        HuggingFaceTokenizer(trained_json()),
     ]
     assert len({tokenizer.fingerprint for tokenizer in all_kinds}) == len(all_kinds)
     assert ByteTokenizer(b"").fingerprint == ByteTokenizer(b"").fingerprint
@@ -501,7 +537,12 @@ def test_saved_description_has_kind_fingerprint_and_ids(tmp_path):
 @pytest.mark.parametrize(
     "kind, path, vocab_size, names",
     [
-        ("gpt2", "", 512, "tokenizer.kind='gpt2' is none of sentencepiece, llama3, bytes"),
+        (
+            "gpt2",
+            "",
+            512,
+            "tokenizer.kind='gpt2' is none of sentencepiece, llama3, huggingface, bytes",
+        ),
         ("bytes", "file", 512, "tokenizer.path='file'"),
         ("sentencepiece", "", 299, "tokenizer.vocab_size=299"),
     ],
@@ -511,12 +552,19 @@ def test_bad_config_is_refused(kind, path, vocab_size, names):
         TokenizerConfig(kind, path, vocab_size)
 
 
-def test_llama3_without_a_file_is_refused():
-    with pytest.raises(UserError, match=r"tokenizer\.path is empty: .*tokenizer\.model"):
-        make_tokenizer(TokenizerConfig("llama3", "", 512), ())
+@pytest.mark.parametrize(
+    "kind, file", [("llama3", "tokenizer.model"), ("huggingface", "tokenizer.json")]
+)
+def test_a_kind_that_needs_a_file_is_refused_without(kind, file):
+    config = TokenizerConfig(kind, "", 512)
+    with pytest.raises(UserError, match=rf"tokenizer\.path is empty: .*{kind}.*{file}"):
+        make_tokenizer(config, ())
+    if kind == "huggingface":
+        with pytest.raises(UserError, match=r"tokenizer\.path is empty"):
+            vocabulary(config)
 
 
-@pytest.mark.parametrize("kind", ["llama3", "sentencepiece"])
+@pytest.mark.parametrize("kind", ["llama3", "huggingface", "sentencepiece"])
 def test_missing_model_file_is_named(tmp_path, kind):
     path = str(tmp_path / "gone.model")
     with pytest.raises(UserError, match=r"gone\.model' cannot be read: No such file"):
@@ -592,3 +640,198 @@ def test_sentencepiece_model_without_bos_or_eos_is_refused(name):
     )
     with pytest.raises(UserError, match=rf"no {name}, .*spm_train --{name}=N.*no file"):
         SentencePieceTokenizer(model.getvalue())
+
+
+# --- tokenizer.kind="huggingface"
+
+
+@pytest.mark.parametrize(
+    "special, ids",
+    [
+        # bos, eos, pad; the file has the ids 0 to 299, or to 256 + its special tokens.
+        ((), (300, 301, 302)),
+        (("<|endoftext|>",), (300, 0, 301)),
+        (("<unk>", "<s>", "</s>", "<pad>"), (1, 2, 3)),
+        (("<|pad|>", "<|im_start|>", "<eos>", "<bos>"), (3, 2, 0)),
+        (("</s>", "<|endoftext|>", "<|end_of_text|>", "[PAD]", "<|begin_of_text|>"), (4, 2, 3)),
+    ],
+)
+def test_special_tokens_are_the_first_known_names_and_missing_ones_follow_the_last_id(special, ids):
+    tokenizer = HuggingFaceTokenizer(trained_json(*special))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == ids
+    assert tokenizer.vocab_size == max(300, 1 + max(ids))
+
+
+def test_missing_special_tokens_follow_the_largest_id_of_a_file_with_gaps():
+    content = json.loads(trained_json("<s>"))
+    last = max(content["model"]["vocab"], key=content["model"]["vocab"].__getitem__)
+    content["model"]["vocab"][last] = 1000
+    tokenizer = HuggingFaceTokenizer(json.dumps(content).encode())
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1001, 1002)
+    assert tokenizer.vocab_size == 1003
+    # No token has the ids of the gap.
+    assert tokenizer.decode([*tokenizer.encode("the text"), 500]) == "the text"
+
+
+def test_special_tokens_that_the_file_calls_ordinary_do_not_come_from_text():
+    model = trained_json(change=lambda bpe: bpe.add_tokens(["</s>", "<tool>", "<pad>"]))
+    tokenizer = HuggingFaceTokenizer(model)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (303, 300, 302)
+    ids = tokenizer.encode("x</s><tool><pad>")
+    assert not {300, 302} & set(ids) and 301 in ids
+    assert tokenizer.decode(ids) == "x</s><tool><pad>"
+
+
+def test_a_word_of_the_vocabulary_is_no_special_token():
+    """Without a pattern for words, merges can make the characters of a special token's name one token."""
+    pieces = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "<s", "<s>", "</s>"]
+    bpe = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            {piece: i for i, piece in enumerate(pieces)}, [("<", "s"), ("<s", ">")]
+        )
+    )
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = HuggingFaceTokenizer(bpe.to_str().encode())
+    # "<s>" is a word and "</s>", which no merge makes, is eos.
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (259, 258, 260)
+    assert tokenizer.encode("<s>") == [257]
+    assert tokenizer.decode([257]) == "<s>"
+
+
+def test_composing_normalisation_is_left_out():
+    def as_qwen(bpe):
+        bpe.normalizer = tokenizers.normalizers.NFC()
+
+    tokenizer = HuggingFaceTokenizer(trained_json(change=as_qwen))
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    assert tokenizer.decode(tokenizer.encode(decomposed)) == decomposed
+    library = tokenizers.Tokenizer.from_str(tokenizer.model.decode())
+    assert tokenizer.encode(composed) == library.encode(composed).ids
+
+
+def test_dropout_of_merges_is_left_out():
+    def with_dropout(bpe):
+        bpe.model.dropout = 0.9
+
+    tokenizer = HuggingFaceTokenizer(trained_json(change=with_dropout))
+    assert tokenizer.encode(TEXTS[1]) == HuggingFaceTokenizer(trained_json()).encode(TEXTS[1])
+
+
+def metaspace_json() -> bytes:
+    """A tokenizer.json as those that are made from SentencePiece models."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    bpe.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Metaspace(),
+        ]
+    )
+    special = ["<unk>", "<s>", "</s>", "<pad>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    bpe.train_from_iterator(
+        TEXTS,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=400, show_progress=False, special_tokens=special[:4]
+        ),
+    )
+    bpe.add_tokens(special[4:])
+    return bpe.to_str().encode()
+
+
+def prefix_space(bpe: tokenizers.Tokenizer) -> None:
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+
+
+def lower_case(bpe: tokenizers.Tokenizer) -> None:
+    bpe.normalizer = tokenizers.normalizers.Lowercase()
+
+
+def compatibility(bpe: tokenizers.Tokenizer) -> None:
+    bpe.normalizer = tokenizers.normalizers.NFKC()
+
+
+def no_decoder(bpe: tokenizers.Tokenizer) -> None:
+    bpe.decoder = tokenizers.decoders.Fuse()
+
+
+def stripping_token(bpe: tokenizers.Tokenizer) -> None:
+    bpe.add_tokens([tokenizers.AddedToken("<tool>", lstrip=True)])
+
+
+def without_a_byte() -> bytes:
+    """A byte-level tokenizer.json that lacks the byte 0xF4, with which only characters of the last plane begin."""
+    content = json.loads(trained_json())
+    del content["model"]["vocab"]["\u00f4"]
+    return json.dumps(content).encode()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        metaspace_json(),
+        without_a_byte(),
+        *(
+            trained_json(change=change)
+            for change in (prefix_space, lower_case, compatibility, no_decoder, stripping_token)
+        ),
+    ],
+    ids=["metaspace", "no byte", "prefix", "lower", "nfkc", "no decoder", "strip"],
+)
+def test_a_tokenizer_json_that_changes_text_is_refused_with_a_way_out(model):
+    with pytest.raises(UserError) as error:
+        HuggingFaceTokenizer(model)
+    line = str(error.value)
+    assert "does not reproduce text: " in line and "tokenizer.kind=sentencepiece" in line
+    assert len(line) < 400
+
+
+@pytest.mark.parametrize("model", [b"", b"{}", b'{"\xff', tiny_ranks(), b"{" * 9999])
+def test_bad_tokenizer_json_is_refused(model):
+    with pytest.raises(UserError, match=r"no tokenizer\.json"):
+        HuggingFaceTokenizer(model)
+
+
+def test_one_id_for_two_special_tokens_is_refused():
+    content = json.loads(trained_json())
+    content["model"]["vocab"] |= {"<s>": 300, "</s>": 300}
+    with pytest.raises(UserError, match="one id for two of bos, eos and pad"):
+        HuggingFaceTokenizer(json.dumps(content).encode())
+
+
+def test_kind_llama3_names_the_kind_of_another_tokenizer_json():
+    with pytest.raises(UserError, match=r"no <\|begin_of_text\|>.*tokenizer\.kind=huggingface"):
+        Llama3Tokenizer(trained_json())
+
+
+@pytest.mark.parametrize(
+    "model, kind",
+    [
+        (tiny_json(), "llama3"),
+        (tiny_ranks(), "llama3"),
+        (tiny_json(eos="<|eot|>"), "huggingface"),
+        (trained_json("<s>"), "huggingface"),
+        (padless_model(), "sentencepiece"),
+    ],
+    ids=["llama3 json", "ranks", "no end of text", "json", "pieces"],
+)
+def test_the_flag_tells_the_kind_from_the_file(tmp_path, model, kind):
+    (tmp_path / "file").write_bytes(model)
+    tokenizer, config = open_tokenizer(str(tmp_path / "file"))
+    assert (tokenizer.kind, config.kind) == (kind, kind)
+    assert vocabulary(config) == (tokenizer.vocab_size, tokenizer.pad_id)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_tokenizer_json_trains_and_generates(tmp_path):
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text(TEXTS[number % 2])
+    file, workdir = tmp_path / "tokenizer.json", tmp_path / "run"
+    file.write_bytes(HUGGING_FACE["as GPT-2"])
+    keys = ["--config.tokenizer.kind=huggingface", f"--config.tokenizer.path={file}"]
+    train(f"{tmp_path}/*.txt", workdir, *keys)
+    file.unlink()
+    assert load_tokenizer(workdir / "tokenizer").model == HUGGING_FACE["as GPT-2"]
+    prompt = "The quick"
+    written = run("calm_jax.generate", f"--workdir={workdir}", f"--prompt={prompt}")
+    assert written.startswith(prompt) and len(written) > len(prompt) + 1

@@ -6,9 +6,16 @@ import shutil
 import huggingface_hub
 import pytest
 
-from calm_jax.interop.exported import export
+from calm_jax.data.tokenizers import (
+    HuggingFaceTokenizer,
+    Llama3Tokenizer,
+    SentencePieceTokenizer,
+)
+from calm_jax.interop.exported import _write_tokenizer, export
 from calm_jax.interop.model_card import model_card
+from calm_jax.interop.source import find_tokenizer
 from calm_jax.run.workdir import Workdir
+from tests.data.test_tokenizers import padless_model, tiny_json, tiny_ranks, trained_json
 from tests.interop.checkpoints import listing, refusal
 from tests.interop.conversions import random_workdir
 
@@ -92,3 +99,21 @@ def test_a_model_card_tells_what_is_known(prior, tmp_path):
     assert ("| BrierLM | 12.50 ± 0.50 |" in card) == (not prior) and "energy head" in card
     assert "K = 4 tokens" in card
     assert "convert --source=my-calm --workdir=runs/my-calm --tokenizer=bytes" in card
+
+
+def test_an_exported_tokenizer_is_found_again(tmp_path):
+    """The file's name depends on what the tokenizer was read from."""
+    for number, (tokenizer, name) in enumerate(
+        [
+            (HuggingFaceTokenizer(trained_json("<s>")), "tokenizer.json"),
+            (Llama3Tokenizer(tiny_json("[PAD]")), "tokenizer.json"),
+            (Llama3Tokenizer(tiny_ranks()), "tokenizer.model"),
+            (SentencePieceTokenizer(padless_model()), "tokenizer.model"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        _write_tokenizer(folder, tokenizer)
+        assert listing(folder) == [name]
+        found, _ = find_tokenizer("", folder)
+        assert found.fingerprint == tokenizer.fingerprint

@@ -1,4 +1,4 @@
-"""Tokenizers behind one small interface: SentencePiece, Llama 3, plain bytes.
+"""Tokenizers behind one small interface: SentencePiece, Llama 3, tokenizer.json, plain bytes.
 
 Text never becomes a special token: a document that contains `<|end_of_text|>` is encoded as the characters of that string.
 """
@@ -14,12 +14,14 @@ from calm_jax.data.tokenizers.config import (
     open_tokenizer,
     vocabulary,
 )
+from calm_jax.data.tokenizers.huggingface import HuggingFaceTokenizer
 from calm_jax.data.tokenizers.llama3 import Llama3Tokenizer
 from calm_jax.data.tokenizers.sentencepiece import SentencePieceTokenizer
 
 __all__ = [
     "KINDS",
     "ByteTokenizer",
+    "HuggingFaceTokenizer",
     "Llama3Tokenizer",
     "SentencePieceTokenizer",
     "Tokenizer",

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from calm_jax.cli.files import local_path, os_errors, read_file, read_json
 from calm_jax.data.tokenizers.base import ByteTokenizer, Tokenizer
+from calm_jax.data.tokenizers.huggingface import HuggingFaceTokenizer
+from calm_jax.data.tokenizers.json_bpe import JsonBpe, is_json
 from calm_jax.data.tokenizers.llama3 import Llama3Tokenizer
 from calm_jax.data.tokenizers.sentencepiece import (
     LEAST_PIECES,
@@ -18,7 +20,12 @@ from calm_jax.data.tokenizers.sentencepiece import (
 )
 from calm_jax.errors import UserError, require_one_of
 
-_CLASSES: tuple[type[Tokenizer], ...] = (SentencePieceTokenizer, Llama3Tokenizer, ByteTokenizer)
+_CLASSES: tuple[type[Tokenizer], ...] = (
+    SentencePieceTokenizer,
+    Llama3Tokenizer,
+    HuggingFaceTokenizer,
+    ByteTokenizer,
+)
 KINDS: dict[str, type[Tokenizer]] = {cls.kind: cls for cls in _CLASSES}
 
 
@@ -50,10 +57,14 @@ class Vocabulary(NamedTuple):
 
 def check_path(config: TokenizerConfig) -> None:
     """Raises `UserError` if the configured kind needs a file and `path` is empty."""
-    if config.kind == "llama3" and not config.path:
+    needed = {
+        "llama3": "Llama 3's tokenizer.model (tiktoken ranks) or tokenizer.json",
+        "huggingface": "a byte-level tokenizer.json",
+    }
+    if config.kind in needed and not config.path:
         raise UserError(
-            "tokenizer.path is empty: tokenizer.kind='llama3' needs Llama 3's tokenizer.model (tiktoken ranks) or "
-            "tokenizer.json; or choose --config.tokenizer.kind=sentencepiece or bytes"
+            f"tokenizer.path is empty: tokenizer.kind={config.kind!r} needs {needed[config.kind]}; or choose "
+            "--config.tokenizer.kind=sentencepiece or bytes"
         )
 
 
@@ -79,7 +90,10 @@ def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
 
 
 def vocabulary(config: TokenizerConfig) -> Vocabulary:
-    """The vocabulary of the configured tokenizer. It is known even without the file (Llama 3) or training (SentencePiece)."""
+    """The vocabulary of the configured tokenizer. It is known even without the file (Llama 3) or training (SentencePiece).
+
+    Raises `UserError` as `make_tokenizer` does, where the file has to be read.
+    """
     if config.kind == "llama3" and not config.path:
         # 128,000 ranks, 256 special tokens and the pad token.
         return Vocabulary(128_257, 128_256)
@@ -90,12 +104,18 @@ def vocabulary(config: TokenizerConfig) -> Vocabulary:
 
 
 def _config_of_file(path: pathlib.Path) -> TokenizerConfig:
-    """Tells the kind of a tokenizer's file from its first bytes."""
-    with os_errors(f"the tokenizer {path}", "read"), open(path, "rb") as file:
-        start = file.read(256)
-    # JSON, or tiktoken's lines of base64 and rank; SentencePiece models are binary.
-    is_llama3 = start.lstrip().startswith(b"{") or re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", start)
-    return TokenizerConfig("llama3" if is_llama3 else "sentencepiece", str(path), 512)
+    """Tells the kind of a tokenizer's file from its content. Raises `UserError` for JSON that is no tokenizer.json."""
+    with os_errors(f"the tokenizer {path}", "read"):
+        model = read_file(path)
+    if is_json(model):
+        bpe = JsonBpe(model)
+        is_llama3 = all(bpe.id_of(token) is not None for token in Llama3Tokenizer.TOKENS)
+        kind = "llama3" if is_llama3 else "huggingface"
+    else:
+        # Tiktoken's lines of base64 and rank; SentencePiece models are binary.
+        is_llama3 = re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", model) is not None
+        kind = "llama3" if is_llama3 else "sentencepiece"
+    return TokenizerConfig(kind, str(path), 512)
 
 
 def open_tokenizer(name: str) -> tuple[Tokenizer, TokenizerConfig]:

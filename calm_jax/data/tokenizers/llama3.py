@@ -9,12 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import tiktoken
-import tokenizers
 
 from calm_jax.data.tokenizers.base import Tokenizer
+from calm_jax.data.tokenizers.json_bpe import JsonBpe, is_json
 from calm_jax.errors import UserError
-
-_MOST_IDS = 2**24
 
 
 class Llama3Tokenizer(Tokenizer):
@@ -24,37 +22,32 @@ class Llama3Tokenizer(Tokenizer):
     """
 
     kind = "llama3"
+    # bos and eos, which a tokenizer.json of this kind has.
+    TOKENS = ("<|begin_of_text|>", "<|end_of_text|>")
     _NUM_SPECIAL = 256
-    _BOS, _EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
     def __init__(self, model: bytes):
         super().__init__(model)
-        self._bpe: _JsonBpe | _RanksBpe
-        if model.lstrip()[:1] == b"{":
+        self._bpe: JsonBpe | _RanksBpe
+        if is_json(model):
             self._read_json(model)
         else:
             self._read_ranks(model)
 
     def _read_json(self, model: bytes) -> None:
-        try:
-            bpe = tokenizers.Tokenizer.from_str(model.decode("utf-8"))
-        except Exception as error:  # the library raises plain Exception
-            raise UserError(f"tokenizer: the file is no tokenizer.json ({error})") from error
-        for name, token in (("bos_id", self._BOS), ("eos_id", self._EOS)):
-            token_id = bpe.token_to_id(token)
+        bpe = JsonBpe(model)
+        for name, token in zip(("bos_id", "eos_id"), self.TOKENS, strict=True):
+            token_id = bpe.id_of(token)
             if token_id is None:
-                raise UserError(f"tokenizer: tokenizer.json has no {token}, as Llama 3's has")
+                raise UserError(
+                    f"tokenizer: tokenizer.json has no {token}, as Llama 3's has; another model's is read with "
+                    "--config.tokenizer.kind=huggingface"
+                )
             setattr(self, name, token_id)
-        pad_id = bpe.token_to_id("[PAD]")
-        # Not the number of tokens, as ids may have gaps.
-        num_ids = 1 + max(bpe.get_vocab().values())
-        if num_ids > _MOST_IDS:
-            raise UserError(
-                f"tokenizer: tokenizer.json has the id {num_ids - 1}, above {_MOST_IDS - 1}: the embedding has a row for each id"
-            )
-        self.pad_id = num_ids if pad_id is None else pad_id
-        self.vocab_size = max(self.pad_id + 1, num_ids)
-        self._bpe = _JsonBpe(bpe)
+        pad_id = bpe.id_of("[PAD]")
+        self.pad_id = bpe.num_ids if pad_id is None else pad_id
+        self.vocab_size = max(self.pad_id + 1, bpe.num_ids)
+        self._bpe = bpe
 
     def _read_ranks(self, model: bytes) -> None:
         ranks: dict[bytes, int] = {}
@@ -83,26 +76,6 @@ class Llama3Tokenizer(Tokenizer):
         return self._bpe.encode_array(text)
 
     def _decode_text(self, ids: list[int]) -> str:
-        return self._bpe.decode(ids)
-
-
-class _JsonBpe:
-    """The BPE of a tokenizer.json, run by `tokenizers`."""
-
-    def __init__(self, bpe: tokenizers.Tokenizer):
-        self._bpe = bpe
-        bpe.encode_special_tokens = True
-        bpe.no_truncation()
-        bpe.no_padding()
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded = self._bpe.encode_batch(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encoded]
-
-    def encode_array(self, text: str) -> np.ndarray:
-        return np.asarray(self._bpe.encode(text, add_special_tokens=False).ids, np.int32)
-
-    def decode(self, ids: list[int]) -> str:
         return self._bpe.decode(ids)
 
 
