@@ -44,12 +44,30 @@ def parse_flags_and_arguments(argv: list[str]) -> list[str]:
 @_one_line_errors()
 def parse_flags(argv: list[str]) -> list[str]:
     """Parses the flags of a command that takes nothing else; returns its name."""
-    name, *arguments = flags.FLAGS(argv)
+    try:
+        name, *arguments = flags.FLAGS(argv)
+    except flags.UnrecognizedFlagError as error:
+        config = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
+        keys = [] if config is None else list(_keys_ending_in(error.flagname, config))
+        if not keys:
+            raise
+        raise UserError(
+            f"unknown flag --{error.flagname}: keys of the recipe are given as {' or '.join(keys)}"
+        ) from error
     if arguments:
         raise UserError(
             f"unexpected argument {arguments[0]!r}: all values are given as --NAME=VALUE; --help lists the names"
         )
     return [name]
+
+
+def _keys_ending_in(name: str, config: ConfigDict, path: str = "--config.") -> Iterator[str]:
+    """The flags of the config's keys whose last part is `name`."""
+    for key, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield from _keys_ending_in(name, value, f"{path}{key}.")
+        elif key == name:
+            yield f"{path}{key}"
 
 
 def given_folder(flag: flags.FlagHolder[str], what: str) -> pathlib.Path:

@@ -78,6 +78,8 @@ BAD_VALUES = {
     "--config.tokenizer.path=s3://b/t": "tokenizer.path=s3://b/t must be a path of a file system",
     "--config.init_from=s3://bucket/run": "init_from=s3://bucket/run must be a path of a file system",
     "--config.lm.data.block_tokens=100000": "100000",
+    "--num_steps=8": "are given as --config.autoencoder.training.num_steps or --config.lm.training.num_steps",
+    "--temprature=8": "Unknown command line flag 'temprature'",
     "--config.lm.model.hidden_sise=8": "did you mean 'hidden_size'",
     "--config.lm.model.hidden_size=1e3": "1e3",
     "--profile=5": "--profile='5'",
