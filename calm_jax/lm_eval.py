@@ -7,6 +7,7 @@ This is the harness's command `lm_eval`, with its flags, and one more model. `--
 as CALM has no likelihoods.
 """
 
+import sys
 import traceback
 
 from absl import app, flags
@@ -25,6 +26,9 @@ def _is_of_the_harness(error: BaseException) -> bool:
 
 @command
 def main(argv: list[str]) -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        # The harness's own help knows nothing of calm_jax.
+        print(__doc__)
     try:
         # Registers the harness's own models. The harness does not do so itself once another model is registered.
         import lm_eval.models  # noqa: F401
