@@ -19,6 +19,7 @@ from jax import Array
 
 from calm_jax.losses import ORDERS
 from calm_jax.models.kv_cache import Memory, SegmentIds
+from calm_jax.parallel.constraints import map_positions
 from calm_jax.sampling.chunk_model import ChunkModel
 
 # At most an eighth of a block's starts, rounded up, are continued together. The last of these groups is filled up with starts whose
@@ -271,7 +272,7 @@ def brier_terms(
         of_chunks(key_BLJ[:, :, 0], needed_Q - 1),
         of_chunks(token_BLK[..., 0], needed_Q),
     )
-    sample_QBSK, log_prob_QB, collision_QBK = jax.lax.map(draw, xs, batch_size=chunks_at_once)
+    sample_QBSK, log_prob_QB, collision_QBK = map_positions(draw, chunks_at_once, xs)
 
     # [B, S, P, 4]: the samples' tokens, each drawn with the true chunks before it.
     sample_BSP4 = jnp.moveaxis(sample_QBSK[place_P4, :, :, window_P4 % chunk_size], (2, 3), (0, 1))
@@ -297,7 +298,7 @@ def brier_terms(
     else:
         # A few positions at a time, because the comparison of all pairs of samples takes memory.
         sample_PBS4 = jnp.moveaxis(sample_BSP4, 2, 0)
-        collision_PB4 = jax.lax.map(collisions, sample_PBS4, batch_size=chunks_at_once)
+        collision_PB4 = map_positions(collisions, chunks_at_once, sample_PBS4)
         collision_BP4 = collision_PB4.swapaxes(0, 1)
     return 2 * match_BP4 - collision_BP4
 

@@ -90,6 +90,28 @@ def map_in_blocks(function: Callable[[Any], Any], most: int, tree: Any) -> Any:
     )
 
 
+def map_positions(function: Callable[[Any], Any], most: int, tree: Any) -> Any:
+    """`function` for each entry of the first axis, as `jax.lax.map`, in blocks of equal size of at most `most` entries.
+
+    With a `batch_size` that does not divide the entries, `jax.lax.map` compiles the function a second time, for the remainder. Here
+    the first entries fill the last block.
+
+    Args:
+        function: maps arrays without the first axis to arrays.
+        most: how many entries are computed together, at most; at least 1.
+        tree: arrays with P >= 1 entries, also keys.
+    """
+    num = len(jax.tree.leaves(tree)[0])
+    num_blocks = -(-num // most)
+    if num_blocks == 1:
+        return jax.vmap(function)(tree)
+    size = -(-num // num_blocks)
+    filling = num_blocks * size - num
+    if filling:
+        tree = jax.tree.map(lambda x: jax.numpy.concatenate([x, x[:filling]]), tree)
+    return jax.tree.map(lambda x: x[:num], jax.lax.map(function, tree, batch_size=size))
+
+
 def constrain(tree: Any) -> Any:
     """Shards the first axis of a tree's arrays (rows, or positions of rows) as batches are, and no other axis.
 

@@ -12,7 +12,7 @@ from calm_jax.losses import cross_entropy
 from calm_jax.models import vocabulary
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.stack import Stacks
-from calm_jax.parallel.constraints import rows_per_device
+from calm_jax.parallel.constraints import map_positions, rows_per_device
 from calm_jax.sampling.chunk_model import at_once
 from calm_jax.tasks.base import (
     Batch,
@@ -136,7 +136,7 @@ class AutoencoderTask:
         # A few chunks of every row at a time, so that the logits of a whole block are never stored.
         rows = rows_per_device(len(tokens_BLK))
         size = rows * self.model.chunk_size * self.model.vocab_size
-        sums = jax.lax.map(lambda xs: of_position(*xs), tuple(over_L), batch_size=at_once(size))
+        sums = map_positions(lambda xs: of_position(*xs), at_once(size), tuple(over_L))
         return jax.tree.map(lambda x_L: x_L.sum(0, dtype=jnp.float32), sums)
 
     def report(self, sums: Any) -> dict[str, float]:

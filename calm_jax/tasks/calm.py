@@ -15,7 +15,7 @@ from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM
 from calm_jax.models.kv_cache import SegmentIds
 from calm_jax.models.stack import Stacks
-from calm_jax.parallel.constraints import gathered, rows_per_device
+from calm_jax.parallel.constraints import gathered, map_positions, rows_per_device
 from calm_jax.rng import named
 from calm_jax.sampling.chunk_model import ChunkModel, at_once
 from calm_jax.tasks import latents
@@ -221,10 +221,10 @@ class CalmTask:
         x_BLKD = self._token_features(params, h_BLD) if self.token_prior_weight else None
         over_L = (h_BLD, posterior_BL, tokens_BLK[:, 1:], x_BLKD, key_BLJ[..., num_draws])
         width, num_samples = self.model.config.hidden_size, self.model.head.config.num_samples
-        loss_LB = jax.lax.map(
+        loss_LB = map_positions(
             loss_of,
+            at_once(rows_per_device(rows) * width * num_samples),
             jax.tree.map(lambda x: x.swapaxes(0, 1), over_L),
-            batch_size=at_once(rows_per_device(rows) * width * num_samples),
         )
         model = self.bind(params, frozen)
         counted_BL = counted_chunks(self.protocol.first_token, targets_BLK)

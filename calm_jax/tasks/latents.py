@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from calm_jax.losses import Posterior, energy_terms
-from calm_jax.parallel.constraints import rows_per_device
+from calm_jax.parallel.constraints import map_positions, rows_per_device
 from calm_jax.sampling.chunk_model import at_once
 from calm_jax.tasks.base import Metrics, ratio, total
 
@@ -118,7 +118,7 @@ def latent_sums(
     width = max(width, posterior_BL.mean.shape[-1])
     # Array elements per chunk position: the energy terms compare all pairs of N = M draws.
     size = rows_per_device(rows) * width * _DRAWS**2
-    sums_L = jax.lax.map(of_chunk, over_L, batch_size=at_once(size))
+    sums_L = map_positions(of_chunk, at_once(size), over_L)
     return jax.tree.map(lambda x_L: x_L.sum(0), sums_L)
 
 
