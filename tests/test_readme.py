@@ -112,8 +112,8 @@ def test_every_key_that_a_page_names_is_there(page):
     given = re.findall(r"--config\.([a-z{][\w.,{}]+)=", text)
     sections = "|".join(name for name, value in trees[0].items() if hasattr(value, "keys"))
     named = re.findall(rf"`((?:{sections})\.[a-z_.]+)(?:=[^`]*)?`", text)
-    # A file of Llama 3.
-    named = [name for name in named if name != "tokenizer.model"]
+    # Names of tokenizers' files.
+    named = [name for name in named if name not in ("tokenizer.model", "tokenizer.json")]
     for key in [one for word in given + named for one in _spelt_out(word)]:
         assert any(has_key(tree, key) for tree in trees), f"{page}: {key}"
 
