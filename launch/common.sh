@@ -113,6 +113,8 @@ with_absolute_paths() {
         --config.data.*)
             IFS=, read -ra entries <<< "$value"
             for entry in ${entries[@]+"${entries[@]}"}; do
+                # Blanks around an entry have no meaning.
+                entry=${entry#"${entry%%[![:space:]]*}"} entry=${entry%"${entry##*[![:space:]]}"}
                 list+=,$(absolute "$entry")
             done
             echo "$name=${list#,}"
@@ -151,7 +153,7 @@ need_text() {
     case ${recipe##*/} in
         ar_*.py) ;;
         calm_*.py)
-            [[ $all == *head=softmax* || $all == *" --config.stage=lm "* || $all == *" --config.autoencoder.checkpoint="* ]] ||
+            [[ $all == *head=softmax* || $all == *" --mode=eval "* || $all == *" --config.stage=lm "* || $all == *" --config.autoencoder.checkpoint="* ]] ||
                 keys+=(autoencoder_files)
             ;;
         *) return 0 ;;

@@ -29,13 +29,16 @@ try:
     import matplotlib  # noqa: F401
     import safetensors  # noqa: F401
 except ImportError:
-    accelerator = (
-        ",cuda" if shutil.which("nvidia-smi") else ",tpu" if "TPU_NAME" in os.environ else ""
-    )
+    accelerator = ",tpu" if "TPU_NAME" in os.environ else ""
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, check=True, capture_output=True, text=True).stdout
+        # CUDA 13 needs driver 580.
+        accelerator = ",cuda" if int(driver.split(".")[0]) >= 580 else ",cuda12"
     extras = f".[interop,plot{accelerator}]"
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "-e", extras], check=True)
 
-# A TPU belongs to one process. So this one leaves it to the commands that train, and uses it only after the last of them.
+# In a process of its own: a TPU belongs to one process, and the commands that train need it before the notebook does.
 show_devices = """
 import jax
 print(f"jax {jax.__version__} on {jax.devices()[0].device_kind} ({jax.default_backend()}), {jax.device_count()} device(s)")

@@ -61,13 +61,13 @@ def parse_flags(argv: list[str]) -> list[str]:
     return [name]
 
 
-def _keys_ending_in(name: str, config: ConfigDict, path: str = "--config.") -> Iterator[str]:
-    """The flags of the config's keys whose last part is `name`."""
+def _keys_ending_in(name: str, config: ConfigDict, path: str = "") -> Iterator[str]:
+    """The flags of the config's keys that are `name`, or end in a dot and `name`."""
     for key, value in config.items():
         if isinstance(value, ConfigDict):
             yield from _keys_ending_in(name, value, f"{path}{key}.")
-        elif key == name:
-            yield f"{path}{key}"
+        elif f".{path}{key}".endswith(f".{name}"):
+            yield f"--config.{path}{key}"
 
 
 def given_folder(flag: flags.FlagHolder[str], what: str) -> pathlib.Path:

@@ -55,7 +55,7 @@ def read_corpus(config: Config, stages: Collection[str]) -> Corpus:
     )
     if not config.data.train_files and corpus.train:
         count = len(corpus.train)
-        print(f"data: data.train_files is empty: {count:,} files of Python's standard library")
+        print(f"data: {count:,} files of Python's standard library, as data.train_files is empty")
     for reason, count in corpus.skipped.items():
         if count:
             print(f"data: {count} records left out: {reason}")

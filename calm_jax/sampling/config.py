@@ -72,7 +72,7 @@ class SamplerConfig:
         if self.token_prior_scale != 1 and not weight:
             raise UserError(
                 f"token_prior_scale={self.token_prior_scale:g} scales the token prior, and this model has none "
-                "(lm.token_prior_weight=0): leave it at 1"
+                "(lm.token_prior_weight=0): give 1 (in a recipe --config.sample.token_prior_scale=1)"
             )
 
     def check_latent_head(self) -> None:

@@ -13,7 +13,7 @@ from jax import Array
 
 from calm_jax.sampling import temperature as law
 from calm_jax.sampling.chunk_model import ChunkModel
-from calm_jax.sampling.config import SamplerConfig
+from calm_jax.sampling.config import MOST_COMPARED, SamplerConfig
 from calm_jax.sampling.counting import count_draws
 from calm_jax.sampling.search import (
     FIRST_POOL,
@@ -43,11 +43,11 @@ def pool_sizes(max_draws: int, n: int) -> tuple[int, ...]:
     For n > 8 the first has 2n - 1 draws, with which a model that is certain always emits (`temperature.emission_probabilities`),
     and the others are larger in proportion. Draws that are left over enlarge the last pool, if it is below 1024; after the
     first alone they make a second pool. If `max_draws` is too small for two pools as large as the first, there is one pool of
-    all draws.
+    all draws. No pool has more than `MOST_COMPARED` draws, which are compared in pairs.
     """
-    first = max(FIRST_POOL, 2 * n - 1)
+    first = min(max(FIRST_POOL, 2 * n - 1), MOST_COMPARED)
     if max_draws < 2 * first:
-        return (max_draws,)
+        return (min(max_draws, MOST_COMPARED),)
     sizes = [first]
     while sum(sizes) + _GROWTH * sizes[-1] <= max_draws and sizes[-1] < _LARGEST_POOL:
         sizes.append(_GROWTH * sizes[-1])

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -93,10 +92,6 @@ def training_key(seed: int, stage: str) -> jax.Array:
     return stream(seed, f"train/{stage}")
 
 
-# Keeps the shardings of its argument.
-_zeros = jax.jit(functools.partial(jax.tree.map, jnp.zeros_like))
-
-
 def _all_but_params(state: TrainState) -> dict[str, Any]:
     """The training state without the parameters, which are a separate item of a checkpoint."""
     rest = state._asdict()
@@ -155,6 +150,10 @@ class Trainer:
                 self._state = self._state._replace(params={})
                 self._state = self._state._replace(params=stage.initial())
         self._first_step = int(self._state.step)
+        replicated = NamedSharding(mesh, PartitionSpec())
+        self._zeros = jax.jit(
+            lambda tree: jax.tree.map(jnp.zeros_like, tree), out_shardings=replicated
+        )
         if self._saved_step is not None:
             check_step(checkpointer.folder, self._saved_step, self._first_step)
             if self._first_step % config.log_every == 0:
@@ -171,7 +170,6 @@ class Trainer:
         key = training_key(seed, stage.name)
         step = make_step(stage.task, optimizer, config, key, pad_id)
         self._update = stage.compiled or jit_step(step, self._state, mesh)
-        replicated = NamedSharding(mesh, PartitionSpec())
         norms = make_norms(stage.optimizer, config.num_steps, stage.task.stacks)
         self._norms = jax.jit(norms, out_shardings=replicated)
         self._to_host = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=replicated)
@@ -186,7 +184,7 @@ class Trainer:
         return TrainState(params=params, **rest | {"nonfinite_streak": streak})
 
     def _reset_sums(self) -> None:
-        self._state = self._state._replace(metrics=_zeros(self._state.metrics))
+        self._state = self._state._replace(metrics=self._zeros(self._state.metrics))
 
     def _num_known_records(self) -> int:
         """How many metrics records there were when the checkpoint to resume from was saved; 0 if it does not say so."""

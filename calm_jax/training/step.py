@@ -54,7 +54,7 @@ class TrainState(NamedTuple):
       step: number of updates so far, skipped ones included; update n takes the n-th batch of the data.
       params: the parameters that are trained.
       opt_state: the optimizer's state.
-      metrics: a (sum, weight) pair for each name, added up since the last log.
+      metrics: a (sum, weight) pair for each name, added up since the last multiple of `log_every`. The step only adds; the loop resets them.
       nonfinite_streak: number of latest updates in a row that were skipped.
       nonfinite_total: number of all updates that were skipped.
     """

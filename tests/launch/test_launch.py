@@ -224,6 +224,7 @@ PATHS = {
     ),
     "--config.data.validation_files=a 'b'.jsonl": "--config.data.validation_files={here}/a 'b'.jsonl",
     "--config.data.autoencoder_files=": "--config.data.autoencoder_files=",
+    "--config.data.train_files=a, /b": "--config.data.train_files={here}/a,/b",
     "--config.tokenizer.path=t.model": "--config.tokenizer.path={here}/t.model",
     "--config.autoencoder.checkpoint=runs/a": "--config.autoencoder.checkpoint={here}/runs/a",
     "--config.init_from=runs/a": "--config.init_from={here}/runs/a",
@@ -242,7 +243,9 @@ def test_paths_are_those_of_the_callers_folder(given, tmp_path):
         assert flags == [*recipe, expected]
     # In the checkout they stay as they are. A recipe of another folder is none there.
     result = launch(ROOT, "single_host.sh", *recipe, given, "--dry_run")
-    if "mine.py" not in given:
+    if "mine.py" in given:
+        assert result.returncode == 2 and "there is no file mine.py" in result.stderr
+    else:
         (flags,) = [flags for _, flags in filter(None, map(flags_of, commands_of(result.stdout)))]
         assert flags == [*recipe, given]
 

@@ -85,9 +85,9 @@ class HuggingFaceTokenizer(Tokenizer):
                 pairs = enumerate(zip(text, again, strict=False))
                 start = next((place for place, (a, b) in pairs if a != b), len(again))
                 raise UserError(
-                    f"tokenizer: tokenizer.json does not reproduce text: {text[start : start + 10]!r} becomes "
-                    f"{again[start : start + 10]!r}; give a byte-level one without normalisation, or with "
-                    "tokenizer.kind=sentencepiece the model's tokenizer.model, or no file to train one on your text"
+                    f"tokenizer: tokenizer.json does not reproduce text: {text[start : start + 10]!a} becomes "
+                    f"{again[start : start + 10]!a}; give a byte-level tokenizer.json without normalisation; or "
+                    "tokenizer.kind=sentencepiece, with the model's tokenizer.model or, to train one on your text, without a file"
                 )
 
     def _special_id(self, tokens: Sequence[str]) -> int | None:
