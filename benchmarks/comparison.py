@@ -26,9 +26,7 @@ AS_FOUR = [
     )
 ]
 # The same for keys of the energy head.
-ENERGY_AS_FOUR = [
-    f"--config.lm.head.decoded_brier_temperature={_FOUR.lm.head.decoded_brier_temperature}"
-]
+ENERGY_AS_FOUR = [f"--config.lm.head.decoded_brier_weight={_FOUR.lm.head.decoded_brier_weight}"]
 _COMMON = [
     *AS_FOUR,
     # An eighth of the quickstart's validation text, as scoring K = 1 and the baseline takes long.
@@ -36,12 +34,13 @@ _COMMON = [
     "--config.eval.part_blocks=12",
     "--config.autoencoder.min_accuracy=0.9",
 ]
-# Shares of the steps of stage 2, about those of configs/quickstart.py: the warm-up, and where the decoded Brier loss begins.
+# Shares of the steps of stage 2, about those of configs/quickstart.py:k=4: the warm-up, and where the decoded Brier loss begins.
 _WARMUP, _DELAY = 0.04, 0.24
 
 
 def _language_model(variant: str, budget: float, *more: str) -> list[str]:
-    words = [f"--config=configs/quickstart.py:{variant}", *_COMMON, *more]
+    of_head = [] if "head=" in variant else ENERGY_AS_FOUR
+    words = [f"--config=configs/quickstart.py:{variant}", *_COMMON, *of_head, *more]
     config = config_of(words)
     steps = max(1, round(budget / step_flops(config, "lm")))
     words.append(f"--config.lm.training.num_steps={steps}")
@@ -49,7 +48,6 @@ def _language_model(variant: str, budget: float, *more: str) -> list[str]:
     words.append(f"--config.lm.optimizer.warmup_steps={round(_WARMUP * steps)}")
     if isinstance(config.lm.head, EnergyHeadConfig) and config.lm.head.decoded_brier_weight:
         words.append(f"--config.lm.head.decoded_brier_delay={round(_DELAY * steps)}")
-        words += ENERGY_AS_FOUR
     return words
 
 
