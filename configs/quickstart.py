@@ -64,10 +64,10 @@ def get_config(arguments: str = "") -> ConfigDict:
     optimizer.warmup_steps = 50
     optimizer.schedule = "cosine"
     training = config.lm.training
-    training.num_steps = 1750
+    training.num_steps = 1250
     training.batch_size = 1
     training.log_every = 50
-    training.eval_every = 875
+    training.eval_every = 625
     training.checkpoint_every = 125
 
     config.eval.part_blocks = 32
@@ -91,6 +91,8 @@ def get_config(arguments: str = "") -> ConfigDict:
             # Draws between two likely chunks then decode to likely tokens, not to rare ones: the model writes more words, and has a
             # higher score (docs/experiments.md). For K = 4 and 512 tokens it writes fewer.
             config.lm.token_prior_weight = 3.0
+            # As many as fit into the time: a step of other heads, or with the decoded Brier loss, costs more.
+            config.lm.training.num_steps, config.lm.training.eval_every = 1750, 875
         else:
             # A second loss that is not in the paper: for K = 4, BrierLM is 22 with both, and 7 with the paper's loss alone after four
             # times the steps. With the token prior it costs more than it brings.
