@@ -50,6 +50,12 @@ def rows_per_device(rows: int) -> int:
     return max(1, rows // _ways())
 
 
+def _equal_blocks(num: int, most: int) -> tuple[int, int]:
+    """The fewest blocks of at most `most` entries for `num` entries, and the size that makes them equal; the last may need filling."""
+    num_blocks = -(-num // most)
+    return num_blocks, -(-num // num_blocks)
+
+
 def map_in_blocks(function: Callable[[Any], Any], most: int, tree: Any) -> Any:
     """`function(tree)`, computed for one block of rows after the other, so that its memory is that of one block.
 
@@ -66,10 +72,9 @@ def map_in_blocks(function: Callable[[Any], Any], most: int, tree: Any) -> Any:
     rows = len(jax.tree.leaves(tree)[0])
     if rows % ways:
         ways = 1
-    num_blocks = -(-rows // (ways * most))
+    num_blocks, size = _equal_blocks(rows // ways, most)
     if num_blocks == 1:
         return function(tree)
-    size = -(-rows // (ways * num_blocks))
 
     def split(x: jax.Array) -> jax.Array:
         x = x.reshape(ways, -1, *x.shape[1:])
@@ -97,15 +102,14 @@ def map_positions(function: Callable[[Any], Any], most: int, tree: Any) -> Any:
     the first entries fill the last block.
 
     Args:
-        function: maps arrays without the first axis to arrays.
+        function: maps arrays without the first axis, which must not be sharded, to arrays.
         most: how many entries are computed together, at most; at least 1.
         tree: arrays with P >= 1 entries, also keys.
     """
     num = len(jax.tree.leaves(tree)[0])
-    num_blocks = -(-num // most)
+    num_blocks, size = _equal_blocks(num, most)
     if num_blocks == 1:
         return jax.vmap(function)(tree)
-    size = -(-num // num_blocks)
     filling = num_blocks * size - num
     if filling:
         tree = jax.tree.map(lambda x: jax.numpy.concatenate([x, x[:filling]]), tree)

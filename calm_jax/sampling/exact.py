@@ -55,7 +55,7 @@ def pool_sizes(max_draws: int, n: int) -> tuple[int, ...]:
     if len(sizes) == 1 and first < _LARGEST_POOL:
         sizes.append(left)
     elif sizes[-1] < _LARGEST_POOL:
-        sizes[-1] += left
+        sizes[-1] = min(sizes[-1] + left, MOST_COMPARED)
     return tuple(sizes)
 
 

@@ -128,8 +128,8 @@ HUGGING_FACE = {
 }
 
 
-def padless_model() -> bytes:
-    """A lossless SentencePiece model without pad, as Llama 2's."""
+def trained_model(pad_id: int) -> bytes:
+    """The model that `make_tokenizer` trains on `TEXTS`; with a pad_id of -1 one without pad, as Llama 2's."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS),
@@ -141,6 +141,11 @@ def padless_model() -> bytes:
         remove_extra_whitespaces=False,
         add_dummy_prefix=False,
         max_sentence_length=16_000,
+        character_coverage=0.999,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=pad_id,
         minloglevel=2,
     )
     return model.getvalue()
@@ -166,7 +171,7 @@ def tokenizer(request) -> Tokenizer:
     if request.param == "sentencepiece":
         return SentencePieceTokenizer(request.getfixturevalue("sentencepiece_model"))
     if request.param == "no pad piece":
-        return SentencePieceTokenizer(padless_model())
+        return SentencePieceTokenizer(trained_model(pad_id=-1))
     if request.param == "llama3":
         return request.getfixturevalue("llama3")
     if request.param in HUGGING_FACE:
@@ -247,26 +252,8 @@ def test_sentencepiece_trains_on_more_characters_than_it_has_pieces(vocab_size):
 
 def test_sentencepiece_has_the_same_options_wherever_they_train():
     """A model contains its options: others would give existing recipes another tokenizer."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=340,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=False,
-        max_sentence_length=16_000,
-        character_coverage=0.999,
-        unk_id=0,
-        bos_id=1,
-        eos_id=2,
-        pad_id=3,
-        minloglevel=2,
-    )
     config = TokenizerConfig("sentencepiece", "", 340)
-    assert make_tokenizer(config, TEXTS).model == model.getvalue()
+    assert make_tokenizer(config, TEXTS).model == trained_model(pad_id=3)
 
 
 def test_sentencepiece_learns_from_the_end_of_a_long_document():
@@ -616,7 +603,7 @@ def test_bad_sentencepiece_model_is_refused(model):
 
 
 def test_sentencepiece_model_without_pad_gets_one_after_its_pieces():
-    tokenizer = SentencePieceTokenizer(padless_model())
+    tokenizer = SentencePieceTokenizer(trained_model(pad_id=-1))
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     assert (tokenizer.pad_id, tokenizer.vocab_size) == (340, 341)
     assert tokenizer.decode([340, *tokenizer.encode("the text"), 340]) == "the text"
@@ -811,7 +798,7 @@ def test_kind_llama3_names_the_kind_of_another_tokenizer_json():
         (tiny_ranks(), "llama3"),
         (tiny_json(eos="<|eot|>"), "huggingface"),
         (trained_json("<s>"), "huggingface"),
-        (padless_model(), "sentencepiece"),
+        (trained_model(pad_id=-1), "sentencepiece"),
     ],
     ids=["llama3 json", "ranks", "no end of text", "json", "pieces"],
 )

@@ -15,7 +15,7 @@ from calm_jax.interop.exported import _write_tokenizer, export
 from calm_jax.interop.model_card import model_card
 from calm_jax.interop.source import find_tokenizer
 from calm_jax.run.workdir import Workdir
-from tests.data.test_tokenizers import padless_model, tiny_json, tiny_ranks, trained_json
+from tests.data.test_tokenizers import tiny_json, tiny_ranks, trained_json, trained_model
 from tests.interop.checkpoints import listing, refusal
 from tests.interop.conversions import random_workdir
 
@@ -108,7 +108,7 @@ def test_an_exported_tokenizer_is_found_again(tmp_path):
             (HuggingFaceTokenizer(trained_json("<s>")), "tokenizer.json"),
             (Llama3Tokenizer(tiny_json("[PAD]")), "tokenizer.json"),
             (Llama3Tokenizer(tiny_ranks()), "tokenizer.model"),
-            (SentencePieceTokenizer(padless_model()), "tokenizer.model"),
+            (SentencePieceTokenizer(trained_model(pad_id=-1)), "tokenizer.model"),
         ]
     ):
         folder = tmp_path / str(number)

@@ -416,6 +416,7 @@ def test_pool_sizes_grow_fourfold_and_use_up_the_budget():
     assert exact.pool_sizes(10_000, 1000) == (1999,)
     for max_draws in (5000, 10_000, 2**24):
         assert max(exact.pool_sizes(max_draws, 10_000)) == 4096
+    assert exact.pool_sizes(5300, 128) == (255, 4096)
     for n, max_draws in itertools.product((1, 2, 8, 9, 30, 600), range(1, 4000)):
         sizes, first = exact.pool_sizes(max_draws, n), max(16, 2 * n - 1)
         assert sizes[0] == first or (len(sizes) == 1 and max_draws < 2 * first)

@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import tokenizers
 
-from calm_jax.data.tokenizers.base import Tokenizer
-from calm_jax.data.tokenizers.json_bpe import JsonBpe
+from calm_jax.data.tokenizers.json_bpe import BpeTokenizer, JsonBpe
 from calm_jax.errors import UserError
 
 # Each special token, in the order in which missing ones get new ids, with the names that are looked for in the file.
@@ -31,7 +29,7 @@ _PROBES = (
 )
 
 
-class HuggingFaceTokenizer(Tokenizer):
+class HuggingFaceTokenizer(BpeTokenizer):
     """A tokenizer.json that reproduces every text, and the special tokens that it lacks.
 
     bos, eos and pad are well-known tokens of the file; one that the file does not have gets a new id after the file's last.
@@ -41,6 +39,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     kind = "huggingface"
+    _bpe: JsonBpe
 
     def __init__(self, model: bytes):
         super().__init__(model)
@@ -97,12 +96,3 @@ class HuggingFaceTokenizer(Tokenizer):
             if token_id is not None and token_id not in self._bpe.encode_array(token):
                 return token_id
         return None
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._bpe.encode_batch(texts)
-
-    def encode_array(self, text: str) -> np.ndarray:
-        return self._bpe.encode_array(text)
-
-    def _decode_text(self, ids: list[int]) -> str:
-        return self._bpe.decode(ids)

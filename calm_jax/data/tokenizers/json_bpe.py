@@ -1,10 +1,12 @@
-"""The tokenizer.json of Hugging Face, run by the library `tokenizers`."""
+"""`BpeTokenizer`, and the tokenizer.json of Hugging Face, run by the library `tokenizers`."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import tokenizers
 
+from calm_jax.data.tokenizers.base import Tokenizer
 from calm_jax.errors import UserError
 
 _MOST_IDS = 2**24
@@ -13,6 +15,31 @@ _MOST_IDS = 2**24
 def is_json(model: bytes) -> bool:
     """Whether a tokenizer's file is JSON. Tiktoken's ranks and SentencePiece models begin with other bytes."""
     return model.lstrip()[:1] == b"{"
+
+
+class Bpe(Protocol):
+    """Text to ids and back, without special tokens."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def encode_array(self, text: str) -> np.ndarray: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class BpeTokenizer(Tokenizer):
+    """A tokenizer whose text goes through a `Bpe`, which its constructor sets."""
+
+    _bpe: Bpe
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._bpe.encode_batch(texts)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return self._bpe.encode_array(text)
+
+    def _decode_text(self, ids: list[int]) -> str:
+        return self._bpe.decode(ids)
 
 
 class JsonBpe:

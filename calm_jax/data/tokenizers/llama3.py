@@ -10,12 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 import tiktoken
 
-from calm_jax.data.tokenizers.base import Tokenizer
-from calm_jax.data.tokenizers.json_bpe import JsonBpe, is_json
+from calm_jax.data.tokenizers.json_bpe import BpeTokenizer, JsonBpe, is_json
 from calm_jax.errors import UserError
 
 
-class Llama3Tokenizer(Tokenizer):
+class Llama3Tokenizer(BpeTokenizer):
     """Llama 3's byte-level BPE and one added pad token.
 
     Reads `tokenizer.model` (tiktoken's ranks: a base64 token and its rank on each line) or `tokenizer.json`.
@@ -28,7 +27,6 @@ class Llama3Tokenizer(Tokenizer):
 
     def __init__(self, model: bytes):
         super().__init__(model)
-        self._bpe: JsonBpe | _RanksBpe
         if is_json(model):
             self._read_json(model)
         else:
@@ -68,15 +66,6 @@ class Llama3Tokenizer(Tokenizer):
         self.pad_id = len(ranks) + self._NUM_SPECIAL
         self.vocab_size = self.pad_id + 1
         self._bpe = _RanksBpe(ranks)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._bpe.encode_batch(texts)
-
-    def encode_array(self, text: str) -> np.ndarray:
-        return self._bpe.encode_array(text)
-
-    def _decode_text(self, ids: list[int]) -> str:
-        return self._bpe.decode(ids)
 
 
 class _RanksBpe:
