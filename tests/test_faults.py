@@ -123,8 +123,9 @@ def test_a_signal_goes_to_one_of_the_processes_of_a_job(tmp_path):
 def test_what_a_signal_meets_is_recorded(about_to_end, status, wrong, tmp_path, monkeypatch):
     """A command that handles SIGTERM has to end with status 75, or very soon with status 0."""
     monkeypatch.setattr(faults, "_ABOUT_TO_END", about_to_end)
-    handled = "import signal, sys; signal.signal(15, lambda *_: sys.exit({})); "
-    rest = "open({!r}, 'w').close(); signal.pause()"
+    handled = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit({})); "
+    # Not signal.pause, which waits for ever if the signal comes just before it.
+    rest = "open({!r}, 'w').close()\nwhile True: time.sleep(0.01)"
     ready = tmp_path / "ready"
     code = handled.format(status) + rest.format(str(ready))
     job = faults.Job(lambda output: [], lambda output: {})
