@@ -82,20 +82,20 @@ def get_config(arguments: str = "") -> ConfigDict:
         model = config.autoencoder.model
         model.hidden_size, model.intermediate_size = 256, 640
         config.autoencoder.optimizer.learning_rate = 3e-3
-    # Sampled from p^(1/T) at lower temperatures, a model this small writes mostly spaces, the most likely text in Python code.
-    # With less noise the energy head keeps its BrierLM, is right more often and needs one draw; with the token prior it does not write
-    # more words then, but more spaces (docs/benchmarks.md).
+    # From p^(1/T) at lower temperatures a model this small writes mostly spaces, the most likely text in Python code. With less noise
+    # (the sampler "noise", one draw) it is right more often, but with the token prior it writes fewer different words and more spaces
+    # (docs/benchmarks.md).
     config.sample.temperature = 1.0
     if config.lm.head.name == "energy":
         if config.chunk_size <= 2:
             # Draws between two likely chunks then decode to likely tokens, not to rare ones: the model writes more words, and has a
             # higher score (docs/experiments.md). For K = 4 and 512 tokens it writes fewer.
             config.lm.token_prior_weight = 3.0
-            # As many as fit into the time: a step of other heads, or with the decoded Brier loss, costs more.
+            # As many as fit into eight minutes: a step of other heads, or with the decoded Brier loss, costs more.
             config.lm.training.num_steps, config.lm.training.eval_every = 1750, 875
         else:
             # A second loss that is not in the paper: for K = 4, BrierLM is 22 with both, and 7 with the paper's loss alone after four
-            # times the steps. With the token prior it costs more than it brings.
+            # times the steps. For K <= 2, where there is the token prior, this loss costs more than it brings.
             config.lm.head.decoded_brier_weight = 16.0
             config.lm.head.decoded_brier_delay = 300
             config.sample.temperature = 0.33
