@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from benchmarks import arms, comparison
+from benchmarks import arms, comparison, longer_runs, single_changes
 from calm_jax.errors import UserError
 from tests.workdirs import run, start
 
@@ -89,6 +89,12 @@ def test_wrong_arms_are_refused_before_anything_is_trained(tmp_path, calls, wron
     with pytest.raises(UserError, match=message.replace("{", r"\{")):
         arms.train({"good": [RECIPE]} | wrong, [0], tmp_path)
     assert calls == []
+
+
+@pytest.mark.parametrize("experiment", [comparison, longer_runs, single_changes])
+def test_the_arms_of_every_experiment_can_be_trained(experiment, tmp_path):
+    found = arms.runs(experiment.get_arms(), [0, 1], tmp_path)
+    assert len(found) > 4 and len(set(found.values())) == len(found)
 
 
 def test_arms_of_the_comparison_have_equal_flops(tmp_path):
