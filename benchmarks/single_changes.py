@@ -2,13 +2,18 @@
 
     python -m benchmarks.learning --arms=benchmarks/single_changes.py --folder=DIR --seeds=0
 
-The model is that of `configs/quickstart.py:k=4`, trained by the energy score alone for 1000 steps at 1e-3, on one autoencoder.
+The model is that of `configs/quickstart.py:k=4`, trained by the energy score alone for 1000 steps at 1e-3. Arms that
+change stage 2 share an autoencoder.
 """
 
 from benchmarks.arms import PAPERS_LOSS
 
 _RECIPE = "--config=configs/quickstart.py:k=4"
-_CHANGES = {
+_STAGE_1 = {
+    "random_chunks-0": ["--config.autoencoder.random_chunks=0.0"],
+    "kl_weight-1e-3": ["--config.autoencoder.model.kl_weight=1e-3"],
+}
+_STAGE_2 = {
     "nothing": [],
     "num_samples-8": ["--config.lm.head.num_samples=8"],
     "warmup-300": ["--config.lm.optimizer.warmup_steps=300"],
@@ -18,16 +23,24 @@ _CHANGES = {
 }
 
 
-def get_arms() -> dict[str, list[str]]:
-    """The flags of each arm."""
-    words = [
+def _trained_on(autoencoder: str) -> list[str]:
+    return [
         _RECIPE,
-        "--config.autoencoder.checkpoint={autoencoder}",
+        f"--config.autoencoder.checkpoint={{{autoencoder}}}",
         *PAPERS_LOSS,
-        "--config.lm.head.decoded_brier_delay=0",
         "--config.lm.optimizer.learning_rate=1e-3",
         "--config.lm.training.num_steps=1000",
         "--config.lm.training.eval_every=1000",
     ]
-    arms = {"autoencoder": [_RECIPE, "--config.stage=autoencoder"]}
-    return arms | {name: [*words, *change] for name, change in _CHANGES.items()}
+
+
+def get_arms() -> dict[str, list[str]]:
+    """The flags of each arm."""
+    stage_1 = [_RECIPE, "--config.stage=autoencoder"]
+    arms = {"autoencoder": stage_1}
+    for name, change in _STAGE_2.items():
+        arms[name] = [*_trained_on("autoencoder"), *change]
+    for name, change in _STAGE_1.items():
+        arms[f"autoencoder-{name}"] = [*stage_1, *change]
+        arms[name] = _trained_on(f"autoencoder-{name}")
+    return arms

@@ -278,9 +278,10 @@ def _energy_head() -> ConfigDict:
     head.num_target_samples = 100
     # Exponent of the distance in the energy score, in (0, 2]; the score is strictly proper below 2 (paper: 1).
     head.beta = 1.0
-    # Weight of a second loss, with which small models learn much faster where there is no token prior (docs/training.md): the Brier score of the tokens to
-    # which the frozen autoencoder decodes the N samples (paper: 0). It computes N K logits over the vocabulary for each
-    # chunk, which a vocabulary of 128,000 tokens makes the most expensive part of a step by far (docs/experiments.md).
+    # Weight of a second loss, with which small models learn much faster where there is no token prior (docs/training.md): the
+    # Brier score of the tokens to which the frozen autoencoder decodes the N samples (paper: 0). It computes N K logits over the
+    # vocabulary for each chunk, which a vocabulary of 128,000 tokens makes the most expensive part of a step by far
+    # (docs/experiments.md).
     head.decoded_brier_weight = 0.0
     # Steps before this loss begins. At first the samples decode to tokens unlike the text, and the loss slows training down.
     head.decoded_brier_delay = 0
