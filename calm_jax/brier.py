@@ -210,30 +210,59 @@ def read_block(
     return model.advance(token_BLK[:, :-1], model.empty_cache(batch, 0, window))
 
 
+class Reading(NamedTuple):
+    """What a model read of whole blocks, to score n-grams after each of their chunks.
+
+    Attributes:
+        h_BLD: the hidden states that predict each chunk but the first, [B, L-1, D].
+        cache: of all chunks but the last; None where n-grams end in the chunk in which they begin (K >= 4).
+    """
+
+    h_BLD: Array
+    cache: Any
+
+
+def read(model: ChunkModel, token_BLK: Array, documents: SegmentIds | None) -> Reading:
+    """Reads whole blocks for `brier_terms`.
+
+    Args:
+        model: the model's `ChunkModel` interface.
+        token_BLK: whole blocks.
+        documents: the documents of all chunks of a block, [B, L], when they are isolated. The chunks
+            that are drawn after true chunk i then see the true chunks that chunk i sees.
+    """
+    if chunks_of(token_BLK.shape[2]) > 1:
+        return Reading(*read_block(model, token_BLK, documents))
+    # The last chunk is read too: L is a multiple of what kernels want, and L - 1 is not.
+    h_BLD, _ = model.advance(token_BLK, documents)
+    return Reading(h_BLD[:, :-1], None)
+
+
 def brier_terms(
     model: ChunkModel,
     token_BLK: Array,
+    reading: Reading,
     key_BLJ: Array,
     protocol: Protocol,
     chunks_at_once: int,
     paths_at_once: int,
-    documents: SegmentIds | None = None,
     counted_BP4: Array | None = None,
 ) -> Array:
     """Unbiased estimates of brier_1 to brier_4 at every start of a protocol.
+
+    Where documents are isolated, terms of a start in a document's first chunk are meaningless; its targets are masked, so that
+    `counted` leaves them out.
 
     Args:
         model: the model's `ChunkModel` interface. With `log_probs` (K = 1) the match terms are exact, and so is the
             collision of the last token of each n-gram.
         token_BLK: whole blocks.
+        reading: of these blocks, from `read`.
         key_BLJ: [B, L-1, J]: for each chunk but the first of a block, the key of its samples and the keys of the up
             to three chunks that are drawn after it.
         protocol: which n-grams are scored, from how many samples.
         chunks_at_once: how many positions are sampled together; bounds memory.
         paths_at_once: the most starts of each block that are continued together (K < 4); bounds memory.
-        documents: the documents of all chunks of a block, [B, L], when they are isolated. The chunks
-            that are drawn after true chunk i then see the true chunks that chunk i sees. Terms of a start in a
-            document's first chunk are meaningless; its targets are masked, so that `counted` leaves them out.
         counted_BP4: which terms count, from `counted`; the others are not computed where that takes a forward pass, and
             are then wrong. None: all.
 
@@ -243,10 +272,7 @@ def brier_terms(
     batch, num_chunks, chunk_size = token_BLK.shape
     starts_P = protocol.starts(num_chunks * chunk_size, chunk_size)
     spans_chunks = chunks_of(chunk_size) > 1
-    if spans_chunks:
-        h_BLD, cache = read_block(model, token_BLK, documents)
-    else:
-        h_BLD, cache = model.advance(token_BLK, documents)
+    h_BLD, cache = reading
 
     # The Q chunks that hold a token of any scored n-gram. Chunk i is predicted from hidden state i - 1.
     window_P4 = windows(starts_P)

@@ -43,7 +43,9 @@ def terms_of(sample_PSK, target_PK):
     )
     token_BLK = jnp.stack([target_PK, target_PK], axis=1)
     key_BLJ = jnp.arange(positions)[:, None, None]
-    terms_BP4 = brier.brier_terms(model, token_BLK, key_BLJ, brier.Protocol(num_samples), 1, 1)
+    reading = brier.read(model, token_BLK, None)
+    protocol = brier.Protocol(num_samples)
+    terms_BP4 = brier.brier_terms(model, token_BLK, reading, key_BLJ, protocol, 1, 1)
     return terms_BP4[:, 0]
 
 

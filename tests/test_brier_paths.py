@@ -164,6 +164,11 @@ def follow_truth(model):
     return ignore_own(see_one_more(model))
 
 
+def read_terms(model, token_BLK, *arguments):
+    """`brier.brier_terms` of blocks that are read first."""
+    return brier.brier_terms(model, token_BLK, brier.read(model, token_BLK, None), *arguments)
+
+
 @functools.cache
 def drawn_terms(chunk_size, num_samples, exact, wrong=None):
     """Terms of every start, [truths, repeats, P, 4], and their expectations, [truths, P, 4]."""
@@ -182,7 +187,7 @@ def drawn_terms(chunk_size, num_samples, exact, wrong=None):
 
     @jax.jit
     def run(token_BLK, key_BLJ):
-        return brier.brier_terms(model, token_BLK, key_BLJ, protocol, 4, 3)
+        return read_terms(model, token_BLK, key_BLJ, protocol, 4, 3)
 
     terms_BP4 = np.asarray(run(token_BLK, key_BLJ), np.float64)
     terms = terms_BP4.reshape(TRUTHS, REPEATS, *terms_BP4.shape[1:])
@@ -267,7 +272,7 @@ def test_terms_are_unbiased_over_every_outcome_of_the_draws(chunk_size, exact, n
 
     @jax.jit
     def run(token_RLK, key_RLJS):
-        return brier.brier_terms(model, token_RLK, key_RLJS, protocol, 2, 1)
+        return read_terms(model, token_RLK, key_RLJS, protocol, 2, 1)
 
     terms_RP4 = np.asarray(run(token_RLK, key_RLJS), np.float64)
     expected = expected_terms(chunk_size, number_L[None], [2 * chunk_size], table)
@@ -282,9 +287,9 @@ def test_match_terms_of_known_probabilities_are_exact():
     key_BLJ = jnp.broadcast_to(key_LJ, (len(truths), 4, 4))
     table = probabilities(1)
     model = known_model(1, True, table)
-    terms_B14 = jax.jit(
-        lambda token_BLK: brier.brier_terms(model, token_BLK, key_BLJ, Protocol(2), 9, 9)
-    )(number_BL[..., None].astype(np.int32))
+    terms_B14 = jax.jit(lambda token_BLK: read_terms(model, token_BLK, key_BLJ, Protocol(2), 9, 9))(
+        number_BL[..., None].astype(np.int32)
+    )
     match_B4 = np.ones((len(truths), 4))
     for row, number_L in enumerate(number_BL):
         state = after(0, number_L[0])
@@ -393,7 +398,7 @@ def test_all_starts_at_once_equal_each_start_alone(chunk_size, exact, at_once, m
     token_BLK = random_tokens(16, 8, chunk_size)
     key_BLJ = jax.random.split(jax.random.key(0), (16, 7, brier.chunks_of(chunk_size)))
     expected = step_by_step(model, token_BLK, key_BLJ, num_samples)
-    run = jax.jit(brier.brier_terms, static_argnums=(0, 3, 4, 5))
+    run = jax.jit(read_terms, static_argnums=(0, 3, 4, 5))
     for paths_at_once in at_once:
         terms = run(model, token_BLK, key_BLJ, Protocol(num_samples), 2, paths_at_once)
         np.testing.assert_allclose(terms, expected, atol=1e-5)

@@ -70,39 +70,40 @@ class AutoregressiveTask:
             self.model, params, latents, unfold, argmax_tokens, log_probs, prior=None
         )
 
-    def _loss(self, params: Params, batch: Batch) -> Array:
-        """Cross-entropy of each token but the first in nats, [B, T-1]; 0 where masked."""
-        tokens_BLK, targets_BLK = chunks(batch, 1)
-        variables = {"params": params}
-        # The last token is read too, as in `CalmTask.hidden`.
-        inputs = tokens_BLK, documents_of(batch, 1)
-        h_BLD, _ = call(self.model, variables, "hidden", *inputs)
-        return call(self.model, variables, "loss", h_BLD[:, :-1], targets_BLK[:, 1:, 0])
+    def _loss(self, params: Params, h_BLD: Array, targets_BLK: Array) -> Array:
+        """The cross-entropy of each token but the first in nats, [B, T-1], from the hidden states before them; 0 where masked."""
+        return call(self.model, {"params": params}, "loss", h_BLD, targets_BLK[:, 1:, 0])
 
     def loss(
         self, params: Params, frozen: Params, batch: Batch, key_B: Array, step: Array
     ) -> Metrics:
         """The cross-entropy per token in nats."""
-        _, targets_BLK = chunks(batch, 1)
-        return {"loss": total(self._loss(params, batch), counted_chunks(0, targets_BLK))}
+        tokens_BLK, targets_BLK = chunks(batch, 1)
+        # The last token is read too, as in `CalmTask.hidden`.
+        inputs = tokens_BLK, documents_of(batch, 1)
+        h_BLD, _ = call(self.model, {"params": params}, "hidden", *inputs)
+        loss_BL = self._loss(params, h_BLD[:, :-1], targets_BLK)
+        return {"loss": total(loss_BL, counted_chunks(0, targets_BLK))}
 
     def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Any:
         """Sums of the loss and of BrierLM; known probabilities make some of its terms exact (see `brier_terms`)."""
         tokens_BLK, targets_BLK = chunks(batch, 1)
         key_BLJ = predicted_keys(key_B, targets_BLK.shape[1], brier.ORDERS)
-        counted_BL = counted_chunks(self.protocol.first_token, targets_BLK)
+        model = self.bind(params, frozen)
+        reading = brier.read(model, tokens_BLK, documents_of(batch, 1))
+        loss_BL = self._loss(params, reading.h_BLD, targets_BLK)
         return {
-            "loss": total(self._loss(params, batch), counted_BL),
+            "loss": total(loss_BL, counted_chunks(self.protocol.first_token, targets_BLK)),
             "brier": score(
-                self.bind(params, frozen),
+                model,
                 self.model.config,
                 self.protocol,
                 self.model.vocab_size,
                 self.pad_id,
                 tokens_BLK,
                 targets_BLK,
+                reading,
                 key_BLJ,
-                documents_of(batch, 1),
             ),
         }
 

@@ -211,8 +211,9 @@ class CalmTask:
             target = self.target(params, frozen, posterior, tokens_BK, features_BKD, None)
             return call(self.model, {"params": params}, "loss", h_BD, target, key_B)
 
-        documents = documents_of(batch, self.chunk_size)
-        h_BLD = self.hidden(params, tokens_BLK, documents)
+        model = self.bind(params, frozen)
+        reading = brier.read(model, tokens_BLK, documents_of(batch, self.chunk_size))
+        h_BLD = reading.h_BLD
         posterior_BL = jax.tree.map(
             lambda x_PZ: x_PZ.reshape(rows, num_chunks - 1, -1),
             self.posterior(frozen, flatten(tokens_BLK[:, 1:])),
@@ -226,7 +227,6 @@ class CalmTask:
             at_once(rows_per_device(rows) * width * num_samples),
             jax.tree.map(lambda x: x.swapaxes(0, 1), over_L),
         )
-        model = self.bind(params, frozen)
         counted_BL = counted_chunks(self.protocol.first_token, targets_BLK)
         latents_key_B = jax.vmap(lambda key: named(key, "latents"))(key_B)
         return {
@@ -249,8 +249,8 @@ class CalmTask:
                 self.model.pad_id,
                 tokens_BLK,
                 targets_BLK,
+                reading,
                 key_BLJ[..., :num_draws],
-                documents,
             ),
         }
 

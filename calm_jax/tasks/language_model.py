@@ -70,8 +70,8 @@ def score(
     pad_id: int,
     tokens_BLK: Array,
     targets_BLK: Array,
+    reading: brier.Reading,
     key_BLJ: Array,
-    documents: SegmentIds | None,
 ) -> brier.BlockSums:
     """BrierLM's sums over a batch of blocks; n-grams with a pad are not scored.
 
@@ -83,8 +83,8 @@ def score(
         pad_id: the pad token.
         tokens_BLK: whole blocks.
         targets_BLK: the tokens, or MASKED.
+        reading: what the model read of the blocks (`brier.read`).
         key_BLJ: keys of each chunk but a block's first (see `brier.brier_terms`).
-        documents: see `documents_of`.
     """
     batch, num_chunks, chunk_size = tokens_BLK.shape
     rows = rows_per_device(batch)
@@ -97,11 +97,11 @@ def score(
     terms_BP4 = brier.brier_terms(
         model,
         tokens_BLK,
+        reading,
         key_BLJ,
         protocol,
         chunks_at_once=at_once(logits),
         paths_at_once=at_once(max(logits, attention, own)),
-        documents=documents,
         counted_BP4=counted_BP4,
     )
     return brier.block_sums(terms_BP4, counted_BP4)

@@ -214,7 +214,8 @@ def test_brier_terms_of_a_packed_block_equal_those_of_its_documents(variant):
     def terms(tokens, key_BLJ, segment_BL, isolated):
         documents = SegmentIds(segment_BL) if isolated else None
         model = task.bind(params, frozen)
-        return brier.brier_terms(model, tokens, key_BLJ, protocol, 64, 64, documents)
+        reading = brier.read(model, tokens, documents)
+        return brier.brier_terms(model, tokens, reading, key_BLJ, protocol, 64, 64)
 
     segment_BL = jnp.asarray(batch["segments"][:, ::size])
     block = {

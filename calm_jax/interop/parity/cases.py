@@ -80,7 +80,8 @@ def _brier(
 
     @jax.jit
     def terms(tokens_BLK: jax.Array, draws_BLJ: jax.Array) -> jax.Array:
-        return brier.brier_terms(model, tokens_BLK, draws_BLJ, protocol, 1, 64)
+        reading = brier.read(model, tokens_BLK, None)
+        return brier.brier_terms(model, tokens_BLK, reading, draws_BLJ, protocol, 1, 64)
 
     return terms(tokens_BLK, draws_BLJ).mean((0, 1))
 
