@@ -271,6 +271,9 @@ def brier_terms(
     """
     batch, num_chunks, chunk_size = token_BLK.shape
     starts_P = protocol.starts(num_chunks * chunk_size, chunk_size)
+    if not len(starts_P):
+        # Records with prompts may be this short.
+        return jnp.zeros((batch, 0, ORDERS))
     spans_chunks = chunks_of(chunk_size) > 1
     h_BLD, cache = reading
 

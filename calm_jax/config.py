@@ -98,7 +98,14 @@ class Config:
         require_one_of("stage", self.stage, STAGES)
         require_one_of("compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         require_at_least(1, self, "", "chunk_size")
-        check_sampler("sampler", self.sample.sampler)
+        check_sampler("sample.sampler", self.sample.sampler)
+        try:
+            self.sample.check_token_prior(self.lm.token_prior_weight)
+            if self.has_autoencoder:
+                self.sample.check_latent_head()
+        except UserError as error:
+            # The same checks are for options of generation, which are in no section.
+            raise UserError(f"sample.{error}") from error
         self._check_head()
         if self.init_from and self.autoencoder.checkpoint:
             raise UserError(
@@ -141,8 +148,6 @@ class Config:
     def _check_head(self) -> None:
         """Raises `UserError` for values that the head does not support."""
         if self.has_autoencoder:
-            self.sample.check_latent_head()
-            self.sample.check_token_prior(self.lm.token_prior_weight)
             return
         if self.chunk_size != 1:
             raise UserError(
@@ -293,7 +298,10 @@ def _tuple_of(kind: type, value: Any, key: str) -> tuple:
     if any(type(x) not in allowed for x in value):
         raise UserError(f"{key}={value!r} must hold values of type {kind.__name__} only")
     if kind is float:
-        return tuple(_as_float(key, x) if type(x) is int else x for x in value)
+        floats = tuple(_as_float(key, x) if type(x) is int else x for x in value)
+        if not all(map(math.isfinite, floats)):
+            raise UserError(f"{key}={value!r} must hold finite numbers only")
+        return floats
     if kind is int:
         for x in value:
             _check_whole(key, x)

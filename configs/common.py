@@ -187,7 +187,7 @@ def get_config() -> ConfigDict:
     # Prompts and texts longer than the context, lm.data.block_tokens tokens: "refuse" ends with an error; "slide" attends to
     # the last chunks only.
     config.sample.long_context = "refuse"
-    # Prompts continued together, at most; rounded up to a multiple of mesh.data x mesh.fsdp.
+    # Prompts continued together, at most; rounded up so that each device that generation uses has as many.
     config.sample.batch_size = 8
     # Prompts of the samples that are written at the end of training.
     config.sample.prompts = ("The ", "In the year ")
@@ -399,7 +399,8 @@ def _blocks(block_tokens: int, append_eos: bool, align_documents_to_chunks: bool
     data = ConfigDict()
     # T, tokens per block, which is one training sequence.
     data.block_tokens = block_tokens
-    # How training documents are packed into blocks. Validation text is always packed as "windows".
+    # How training documents are packed into blocks. Validation text is always packed as "windows". Records with prompts
+    # (`data.prompt_field`) are packed in their own way, whatever this is.
     #   "windows"    the documents are concatenated and cut into blocks; all text is used
     #   "published"  the same for every 1,000 documents separately; the remainder of each that fills no block is dropped
     #   "documents"  a block begins with a document and holds as many whole ones as fit; masked pads fill the rest
@@ -409,7 +410,7 @@ def _blocks(block_tokens: int, append_eos: bool, align_documents_to_chunks: bool
     # Whether pads fill the last chunk of each document, so that no chunk contains parts of two documents.
     data.align_documents_to_chunks = align_documents_to_chunks
     # Pads before each training document: "random" puts 0 to K-1, so that the model learns chunks that begin with pads, as a
-    # prompt's first chunk may (see `sample.prompt_alignment`); "none" puts none (published).
+    # prompt's first chunk may (see `sample.prompt_alignment`); "none" puts none (published). Not used for records with prompts.
     data.front_fill = "none"
     # Language model only: whether attention is masked between the documents of a block; a document's first chunk is then no
     # target. Needs align_documents_to_chunks. Published: False.

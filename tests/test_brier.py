@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,17 @@ def terms_of(sample_PSK, target_PK):
     protocol = brier.Protocol(num_samples)
     terms_BP4 = brier.brier_terms(model, token_BLK, reading, key_BLJ, protocol, 1, 1)
     return terms_BP4[:, 0]
+
+
+def test_blocks_that_are_too_short_for_an_ngram_have_no_score():
+    token_BLK = jnp.zeros((3, 2, 2), jnp.int32)
+    model = ChunkModel(*[None] * 8)
+    protocol, key_BLJ = brier.Protocol(2), jnp.zeros((3, 1, 2))
+    reading = brier.Reading(jnp.zeros((3, 1, 1)), None)
+    terms_BP4 = brier.brier_terms(model, token_BLK, reading, key_BLJ, protocol, 1, 1)
+    starts_P = protocol.starts(4, 2)
+    counted_BP4 = brier.counted(token_BLK.reshape(3, 4), starts_P, pad_id=9)
+    assert math.isnan(brier.score(brier.block_sums(terms_BP4, counted_BP4)).brierlm)
 
 
 def expected_terms() -> np.ndarray:

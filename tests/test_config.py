@@ -173,20 +173,20 @@ BAD = [
     ("eval.context_tokens", {"eval.context_tokens": 2048}),
     ("eval.context_tokens", {"eval.context_tokens": 4096}),
     ("eval.block_tokens", {"eval.block_tokens": 1024}),
-    ("temperature", {"sample.temperature": 0.0}),
-    ("temperature", {"sample.temperature": -1.0}),
-    ("temperature", {"sample.temperature": 1.25}),
+    ("sample.temperature", {"sample.temperature": 0.0}),
+    ("sample.temperature", {"sample.temperature": -1.0}),
+    ("sample.temperature", {"sample.temperature": 1.25}),
     # A latent head supports no T above 1 and no top_p.
-    ("temperature", {"sample.temperature": 2.0}),
-    ("top_p", {"sample.top_p": 0.9}),
-    ("top_p", {"sample.top_p": 0.0}),
-    ("top_p", {"sample.top_p": 1.5}),
+    ("sample.temperature", {"sample.temperature": 2.0}),
+    ("sample.top_p", {"sample.top_p": 0.9}),
+    ("sample.top_p", {"sample.top_p": 0.0}),
+    ("sample.top_p", {"sample.top_p": 1.5}),
     ("num_candidates", {"sample.num_candidates": 0}),
     ("max_draws", {"sample.max_draws": 0}),
     ("draws_at_once", {"sample.draws_at_once": 0}),
-    ("sampler", {"sample.sampler": "greedy"}),
+    ("sample.sampler", {"sample.sampler": "greedy"}),
     # Temperatures that a sampler does not support, or not with so few draws.
-    ("temperature", {"sample.temperature": 0.7, "sample.sampler": "published"}),
+    ("sample.temperature", {"sample.temperature": 0.7, "sample.sampler": "published"}),
     ("max_draws", {"sample.max_draws": 4, "sample.temperature": 0.2}),
     ("max_draws", {"sample.max_draws": 2, "sample.temperature": 0.4, "sample.sampler": "growing"}),
     ("max_tokens", {"sample.max_tokens": 0}),
@@ -239,7 +239,11 @@ BAD = [
 def test_a_bad_value_is_refused_with_its_key_and_value(key, changes):
     value = next(iter(changes.values()))
     message = refusal(tree_with(changes))
-    shown = f"{value:g}" if key in ("temperature", "top_p") else repr(value)
+    shown = (
+        f"{value:g}"
+        if key in ("sample.temperature", "sample.top_p") and not isinstance(value, str)
+        else repr(value)
+    )
     assert f"{key}={shown}" in message
 
 
@@ -247,6 +251,19 @@ def test_a_bad_value_is_refused_with_its_key_and_value(key, changes):
 def test_a_whole_number_that_no_float_holds_is_refused(value):
     for key, given in (("lm.optimizer.learning_rate", value), ("data.mixture", (1, value))):
         assert f"{key}=" in refusal(tree_with({key: given}))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_tuple_holds_finite_numbers_only(value):
+    for key in ("eval.temperatures", "data.mixture"):
+        assert f"{key}=(1.0, {value}) must hold finite" in refusal(tree_with({key: (1.0, value)}))
+
+
+@pytest.mark.parametrize("head", ["energy", "softmax"])
+def test_a_prior_that_is_not_there_cannot_be_scaled(head):
+    tree = quickstart.get_config(f"head={head}").to_dict()
+    tree["lm"]["token_prior_weight"], tree["sample"]["token_prior_scale"] = 0.0, 4.0
+    assert refusal(tree).startswith("sample.token_prior_scale=4 ")
 
 
 def test_large_numbers_that_take_no_memory_are_values():

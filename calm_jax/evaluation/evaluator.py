@@ -62,7 +62,8 @@ class EvalConfig:
 
     @property
     def published(self) -> Protocol:
-        """The protocol of the published scores: blocks as in training, n-grams from every chunk but the first."""
+        """The protocol of the published scores, if `num_samples` and `inner_starts` have their defaults: blocks as in training, n-grams
+        from every chunk but the first. With K < 4 the published code also skips each block's last start (`skip_last_start`)."""
         return Protocol(
             self.num_samples,
             inner_starts=self.inner_starts,

@@ -173,6 +173,11 @@ def _contexts(
     num_tokens = blocks[0]["tokens"].shape[0]
     protocol = dataclasses.replace(config.published, inner_starts=False)
     starts_P = protocol.starts(num_tokens, chunk_size)
+    if not len(starts_P):
+        raise UserError(
+            f"eval.temperatures={config.temperatures}: no block of {num_tokens} tokens has a context with four tokens after it, "
+            "so the accuracy-diversity plane has nothing to measure: give --config.eval.temperatures='()'"
+        )
     num_blocks = min(len(blocks), -(-config.plane_contexts // min(len(starts_P), 16)))
     each = min(len(starts_P), -(-config.plane_contexts // num_blocks))
     key = stream(config.seed, "plane")
@@ -218,7 +223,7 @@ def measure(
         "contexts": how many contexts there are. "points": a dict for each config, with `accuracy` and `collision`, the
         geometric means over n = 1 to 4 of `P(x = y)` and `P(x = x')` for the first n tokens, in per cent, and their
         standard errors (blocks as clusters); per chunk, `draws`, `decoded` (in whole chunks) and `seconds`; `exact`, the
-        share of chunks that have exactly the distribution `p^(1/T)`. "collision_probability" (latent heads): how often
+        share of chunks that are exact (see `Sampled.exact`). "collision_probability" (latent heads): how often
         two draws of the next chunk are equal, the mean and quantiles over contexts.
     """
     has_autoencoder = bool(frozen)

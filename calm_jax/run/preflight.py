@@ -137,15 +137,19 @@ def _new_tokenizer(config: Config, corpus: Corpus, initial: Workdir | None) -> T
     return make_tokenizer(config.tokenizer, (document.text for document in documents))
 
 
-def _check_tokenizer_file(config: Config, tokenizer: Tokenizer) -> None:
-    """Raises `UserError` if `tokenizer.path` is another tokenizer than the model's. A file that is gone is no error."""
+def _check_tokenizer_file(config: Config, tokenizer: Tokenizer, fresh: bool) -> None:
+    """Raises `UserError` if `tokenizer.path` is another tokenizer than the one that is used. A file that is gone is no error."""
     path = config.tokenizer.path
     if path and pathlib.Path(path).exists():
         named = make_tokenizer(config.tokenizer, ())
         if named.fingerprint != tokenizer.fingerprint:
+            whose, others = "this run's", ", give another --workdir, or --overwrite"
+            if fresh:
+                # A new run gets its tokenizer from one of the two.
+                whose, others = "that of init_from or of the prepared text", ""
             raise UserError(
-                f"tokenizer.path={path!r} is another tokenizer ({named.fingerprint}) than the model's "
-                f"({tokenizer.fingerprint}): leave tokenizer.path out, give another --workdir, or --overwrite"
+                f"tokenizer.path={path!r} is another tokenizer ({named.fingerprint}) than {whose} "
+                f"({tokenizer.fingerprint}): leave tokenizer.path out{others}"
             )
 
 
@@ -320,7 +324,7 @@ def _check(
     if len(config.stages) > 1 and fitting.is_automatic(config, "lm"):
         fitting.check_backbone(config, tokenizer.vocab_size, mesh, available)
     if not fresh or initial is not None or corpus.prepared:
-        _check_tokenizer_file(config, tokenizer)
+        _check_tokenizer_file(config, tokenizer, fresh)
     _, autoencoder = _find_sources(config, workdir, fresh, tokenizer)
     # Packing raises `UserError` for text that is too short.
     text = Dataset(config, corpus, tokenizer)

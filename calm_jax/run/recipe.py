@@ -251,7 +251,7 @@ def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Pro
         multihost.run_on_all(lambda: workdir.check_config(config, training=True))
         print(
             f"{workdir.path} is finished, there is nothing to do: --mode=eval scores it again, a larger "
-            "--config.lm.training.num_steps continues it, --overwrite starts anew"
+            f"--config.{config.stages[-1]}.training.num_steps continues it, --overwrite starts anew"
         )
         return
     mesh = multihost.run_on_all(lambda: _training_mesh(config))

@@ -4,6 +4,7 @@ Files may be damaged or edited. Records that are incomplete, or whose values hav
 left out, and counted, but for the unfinished last line that a running training may leave in metrics.jsonl.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from calm_jax.cli.files import read_file
+from calm_jax.config import Config
+from calm_jax.errors import UserError
 from calm_jax.run.workdir import Workdir
 from calm_jax.training.log import is_number, read_with_damage
 
@@ -133,10 +136,30 @@ class RunFiles:
     def latest(self) -> dict[str, Any]:
         """The results of training by name, updated by those of the latest evaluation."""
         scored, _ = self.evaluations[-1] if self.evaluations else ({}, {})
+        trained = dict(self.results)
+        if "lm" in scored:
+            # The floor is of the text that is scored, and an evaluation without training text has none.
+            trained.pop("floor", None)
         return self._with_steps(
-            self.results
-            | {name: self.results.get(name, {}) | values for name, values in scored.items()}
+            trained | {name: self.results.get(name, {}) | values for name, values in scored.items()}
         )
+
+    def config_of_latest(self) -> Config:
+        """The run's config, with the windows of the latest evaluation, which may have other sizes."""
+        _, record = self.evaluations[-1] if self.evaluations else ({}, {})
+        section = record.get("eval")
+        if not isinstance(section, dict):
+            return self.config
+        context, block = section.get("context_tokens"), section.get("block_tokens")
+        if not isinstance(context, int) or not isinstance(block, int):
+            return self.config
+        try:
+            changed = dataclasses.replace(
+                self.config.eval, context_tokens=context, block_tokens=block
+            )
+        except UserError:  # an edited file
+            return self.config
+        return dataclasses.replace(self.config, eval=changed)
 
     def of_training(self) -> dict[str, Any]:
         """The results of training by name."""

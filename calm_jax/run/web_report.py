@@ -193,7 +193,10 @@ def page(workdir: Workdir, results: str | None = None) -> str:
             f"<h1>{html.escape(run.name)}</h1>",
             note(about),
             *map(note, run.left_out),
-            section("Results", table(report.rows(latest, config, workdir)) if latest else ""),
+            section(
+                "Results",
+                table(report.rows(latest, run.config_of_latest(), workdir)) if latest else "",
+            ),
             *sections,
             section("Samples", _samples(run)),
             section("Accuracy and diversity", _plane(run)),

@@ -270,7 +270,7 @@ def complete_prefix(
     config: SamplerConfig,
 ) -> tuple[Array, Sampled]:
     """`complete_chunk` after the prompts, compiled, for the rows that have not ended."""
-    model = bind(params, frozen)
+    model = bind(params, frozen).with_prior_times(config.token_prior_scale)
     return complete_chunk(model, state.h, key_B, ~state.ended, config, prefix)
 
 

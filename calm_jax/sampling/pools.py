@@ -77,14 +77,14 @@ def complete_chunk(
         h_BD: hidden states.
         key_B: one key per row.
         active_B: bool; the other rows get an undefined chunk at no cost.
-        config: the temperature, the budget `max_draws` and the scale of the model's token prior.
+        config: the temperature and the budget `max_draws`. The scale of the model's token prior is not used: the model has it
+            already.
         prefix: the given tokens.
 
     Returns:
         Whether a draw fitted the prefix, bool [B], and the chunks; the chunk of a row without a fitting draw is
         undefined.
     """
-    model = model.with_prior_times(config.token_prior_scale)
     n, a = law.split_exponent(config.temperature)
     # If s is not a whole number, groups of n + 1 equal draws are needed; at T = 1 a single draw is enough.
     together = n + (a > 0)

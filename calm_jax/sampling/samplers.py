@@ -96,13 +96,16 @@ def sample_chunk(
         active_B: bool; the other rows get an undefined chunk at no cost.
         config: the temperature, the sampler and its budget, and the scale of the model's token prior.
 
+    Returns:
+        The chunks. Those of a softmax head are exact unless `top_p` leaves tokens out.
+
     Raises:
         UserError: for an unknown sampler.
     """
     one_B = active_B.astype(jnp.int32)
     if model.log_probs is not None:
         token_B = sample_token(model.log_probs(h_BD), key_B, config.temperature, config.top_p)
-        return Sampled(token_B[:, None], one_B, one_B, active_B)
+        return Sampled(token_B[:, None], one_B, one_B, active_B & (config.top_p == 1))
     model = model.with_prior_times(config.token_prior_scale)
     with jax.named_scope("temperature"):
         if config.temperature == 1:

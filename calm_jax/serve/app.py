@@ -241,8 +241,13 @@ class _Server:
                     f"prompt {row.continuation.index} has {len(row.ids)} tokens; at most {most} are allowed here",
                     "prompt",
                 )
+        most = engine.num_places + served.limits.waiting
+        if len(rows) > most:
+            raise RequestError(
+                400, f"{len(rows)} texts: at most {most} can be asked for at once here", "n"
+            )
         running, waiting = engine.count_unfinished()
-        if running + waiting + len(rows) > engine.num_places + served.limits.waiting:
+        if running + waiting + len(rows) > most:
             raise RequestError(
                 429,
                 f"{waiting} texts wait already: try again later",

@@ -460,7 +460,9 @@ def test_a_draw_decodes_to_the_largest_sum_of_the_decoders_and_the_weighted_prio
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler, temperature", [("noise", 1.0), ("noise", 0.5), ("pooled", 0.5)])
+@pytest.mark.parametrize(
+    "sampler, temperature", [("noise", 1.0), ("noise", 0.5), ("pooled", 0.5), ("growing", 0.5)]
+)
 def test_a_sampler_that_doubles_the_prior_draws_from_the_model_of_twice_its_weight(
     sampler, temperature
 ):
@@ -477,6 +479,7 @@ def test_a_sampler_that_doubles_the_prior_draws_from_the_model_of_twice_its_weig
         scaled = dataclasses.replace(config, token_prior_scale=scale)
         is_active_B, prefix = jnp.ones(40, bool), Prefix(tokens_BK, jnp.full(40, 1))
         chunk = sample_chunk(model, h_BD, keys(40), is_active_B, scaled)
+        model = model.with_prior_times(scale)
         fits, completed = complete_chunk(model, h_BD, keys(40), is_active_B, scaled, prefix)
         return chunk.tokens, jnp.where(fits[:, None], completed.tokens, -1)
 

@@ -122,7 +122,8 @@ def workdir(tmp_path) -> Workdir:
         | {"accuracy_error": None}
         for sampler, t in (("model", 1.0), (HOSTILE, 0.5), (HOSTILE, 0.25))
     ]
-    evaluation = {"lm": lm | scored(23.0), "plane": {"points": points, "contexts": 5}}
+    evaluation = {"lm": lm | scored(23.0), "floor": scored(3.0)}
+    evaluation |= {"plane": {"points": points, "contexts": 5}}
     write_lines(workdir.evaluations_path, [evaluation, evaluation])
     return workdir
 
@@ -148,6 +149,23 @@ def test_a_page_has_every_part_and_the_text_as_it_was(workdir):
     assert json.loads(config)["data"]["train_files"] == f"{HOSTILE}/*.txt"
     assert HOSTILE in reader.texts("b")
     assert HOSTILE in " ".join(reader.texts("div", "legend"))
+
+
+def test_the_results_are_of_the_text_and_the_windows_of_the_latest_evaluation(workdir):
+    """Of training, the results have another floor and other windows."""
+    evaluation = {"lm": {"step": 12, "loss": 2.0} | scored(23.0)}
+    evaluation["equal_context"] = {"ngrams": 7.0} | scored(24.0)
+
+    def shown(sizes: dict) -> str:
+        write_lines(workdir.evaluations_path, [evaluation | {"eval": sizes}])
+        page = web_report.page(workdir)
+        assert "frequencies (the floor)" not in page
+        return re.search(r"tokens (\d+ to \d+) of windows", page)[1]
+
+    assert shown({"context_tokens": 11, "block_tokens": 33}) == "11 to 33"
+    own = workdir.config.eval
+    for edited in ({}, {"context_tokens": "a"}, {"context_tokens": 9, "block_tokens": 3}):
+        assert shown(edited) == f"{own.context_tokens} to {own.block_tokens}"
 
 
 def test_chunks_of_samples_make_up_their_text(workdir):

@@ -403,6 +403,9 @@ def test_a_model_with_log_probs_is_sampled_directly_at_any_temperature():
     assert p_value(sampled.tokens[active_B, 0], power(PROBS, 2.5)) > FALSE_ALARM
     for counted in (sampled.draws, sampled.decoded, sampled.exact):
         np.testing.assert_array_equal(counted, active_B)
+    # Without the least likely tokens the law is not that of the temperature.
+    some = dataclasses.replace(config, top_p=0.9)
+    assert not sample_chunk(model, h_B1, key_B, active_B, some).exact.any()
 
 
 def test_pool_sizes_grow_fourfold_and_use_up_the_budget():

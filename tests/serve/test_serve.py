@@ -502,6 +502,10 @@ def test_a_full_queue_is_refused_with_retry_after():
         second = pool.submit(send, port, ask)
         wait_until(lambda: unfinished(port) == 3)
         assert send(port, ask)[0] == 429
+        # More texts than there is ever room for are no reason to try again.
+        status, headers, answer = send(port, ask | {"n": 4})
+        assert (status, "Retry-After" in headers) == (400, False)
+        assert "4 texts: at most 3" in answer["error"]["message"]
         generator.gate.set()
         assert first.result()[0] == second.result()[0] == 200
         assert send(port, ask)[0] == 200
