@@ -11,7 +11,10 @@ from benchmarks.arms import PAPERS_LOSS
 _RECIPE = "--config=configs/quickstart.py:k=4"
 _STAGE_1 = {
     "random_chunks-0": ["--config.autoencoder.random_chunks=0.0"],
+    "random_chunks-0.05": ["--config.autoencoder.random_chunks=0.05"],
     "kl_weight-1e-3": ["--config.autoencoder.model.kl_weight=1e-3"],
+    "latent_size-64": ["--config.autoencoder.model.latent_size=64"],
+    "latent_size-32": ["--config.autoencoder.model.latent_size=32"],
 }
 _STAGE_2 = {
     "nothing": [],
@@ -42,5 +45,5 @@ def get_arms() -> dict[str, list[str]]:
         arms[name] = [*_trained_on("autoencoder"), *change]
     for name, change in _STAGE_1.items():
         arms[f"autoencoder-{name}"] = [*stage_1, *change]
-        arms[name] = _trained_on(f"autoencoder-{name}")
+        arms[name] = [*_trained_on(f"autoencoder-{name}"), *change]
     return arms

@@ -1,5 +1,6 @@
 """The end of every command: exit status 0, one line of error and status 2, or status 75 after a signal."""
 
+import atexit
 import contextlib
 import errno
 import functools
@@ -24,6 +25,8 @@ _WAYS_OUT = {
 }
 # The longest time for a process to end after a signal; several processes of one run end together.
 _EXIT_SECONDS = 20
+# Whether a signal has ended the command.
+_is_interrupted = False
 
 
 class _Plain(logging_lib.Formatter):
@@ -64,8 +67,23 @@ def _require_folder() -> None:
         raise UserError("the current folder was deleted: `cd` to another one") from error
 
 
-def _end_soon() -> None:
-    """After a signal, threads of libraries that it cut short may print tracebacks, or never end, for which Python would wait."""
+@atexit.register
+def _end_before_libraries_are_unloaded() -> None:
+    """XLA may still compute what a signal cut short. Python's own end would wait for it, or crash.
+
+    It is registered when this module is imported, before JAX is, and Python calls what was registered first last.
+    """
+    if _is_interrupted:
+        os._exit(EXIT_INTERRUPTED)
+
+
+def end_soon() -> None:
+    """After a signal, threads of libraries that it cut short may print tracebacks, or never end, for which Python would wait.
+
+    The process then ends with status 75.
+    """
+    global _is_interrupted
+    _is_interrupted = True
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     _drop(sys.stderr)
@@ -117,7 +135,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
             status = 2
         except Interrupted as interruption:
             _say(f"interrupted: {interruption}")
-            _end_soon()
+            end_soon()
             status = EXIT_INTERRUPTED
         sys.exit(status)
 

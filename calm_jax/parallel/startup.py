@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from absl import flags
 
-from calm_jax.cli.command import command
+from calm_jax.cli.command import command, end_soon
 from calm_jax.cli.signals import EXIT_INTERRUPTED
 from calm_jax.errors import Interrupted, UserError, reason_of
 
@@ -220,6 +220,8 @@ def multihost_command(
         except (UserError, Interrupted) as end:
             if multihost.is_primary():
                 raise
+            if isinstance(end, Interrupted):
+                end_soon()
             sys.exit(EXIT_INTERRUPTED if isinstance(end, Interrupted) else 2)
 
     return command(run)

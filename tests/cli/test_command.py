@@ -229,6 +229,31 @@ def test_a_thread_that_never_ends_keeps_no_interrupted_command_and_prints_nothin
     assert done.stderr == "interrupted: SIGTERM: reason\n"
 
 
+COMPUTES = """
+from absl import app
+from calm_jax.cli.command import command
+from calm_jax.errors import Interrupted
+
+@command
+def main(argv):
+    import jax, jax.numpy as jnp
+    # Minutes of work, for which nobody waits.
+    multiply = jax.jit(lambda x: jax.lax.fori_loop(0, 10**6, lambda _, x: 1e-3 * x @ x, x))
+    multiply(jnp.ones((500, 500)))
+    raise Interrupted("SIGTERM: reason")
+
+app.run(main)
+"""
+
+
+def test_what_devices_still_compute_keeps_no_interrupted_command():
+    """Python's own end would wait for the device, or crash."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPUTES], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (75, "interrupted: SIGTERM: reason\n")
+
+
 FORGETS = """
 import os, signal, time
 from absl import app
