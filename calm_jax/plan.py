@@ -52,7 +52,9 @@ def main(argv: list[str]) -> int:
     if _CONFIG.value is None:
         raise UserError("give a recipe: --config=configs/calm_m.py")
     if bool(_TOPOLOGY.value) == bool(_FIT.value):
-        raise UserError("give --topology=v5e:4x4, or --fit=v5e for the smallest size that fits")
+        raise UserError(
+            "give one of --topology=v5e:4x4, and --fit=v5e for the smallest size that fits"
+        )
     if not 0 <= _PRICE.value < math.inf:
         raise UserError(f"--price_per_hour={_PRICE.value:g} must be a number from 0 on")
     if not 0 < _EFFICIENCY.value <= 1:

@@ -29,6 +29,9 @@ def _one_line_errors() -> Iterator[None]:
         message = str(error)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
+    except SystemExit:
+        # absl ends --help with status 1, which means a defect here.
+        sys.exit(0)
     else:
         return
     print(f"error: {UserError(message)}", file=sys.stderr)

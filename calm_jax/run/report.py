@@ -65,8 +65,12 @@ _LOSSES = {
 
 def _scores(results: Mapping[str, Mapping], name: str, floor: str) -> list[tuple[str, str]]:
     values = results[name]
+    score = with_error(values, "brierlm", 1)
+    # An edited file may lack the number.
+    if not _is_finite(values["brierlm_error"]) and "ngrams" in values:
+        score += f", from {values['ngrams']:,.0f} n-grams of four tokens"
     rows = [
-        ("  BrierLM", with_error(values, "brierlm", 1)),
+        ("  BrierLM", score),
         ("  100 x Brier 1 to 4", _brier(values)),
     ]
     # The floor needs training text, which an evaluation may not have.
@@ -139,7 +143,10 @@ def print_results(
     path = shlex.quote(str(workdir.path))
     progress.console().print(table, highlight=False)
     if "lm" in results:
-        print(f"next:\n  python -m calm_jax.generate --workdir={path} --prompt=TEXT")
+        block = config.lm.data.block_tokens
+        # A text of the usual length would be refused.
+        shorter = f" --max_tokens={block // 2}" if config.sample.max_tokens >= block else ""
+        print(f"next:\n  python -m calm_jax.generate --workdir={path} --prompt=TEXT{shorter}")
         if not workdir.is_converted and not are_evaluated:
             print(f"  python -m calm_jax.main --mode=eval --config=configs/workdir.py:{path}")
     elif "autoencoder" in results and not workdir.is_converted:

@@ -170,7 +170,10 @@ class Workdir:
             stored = read_json(self._config_path)
         except (OSError, ValueError) as error:
             raise UserError(f"{self._config_path} cannot be read ({error})") from error
-        return resolve(stored)
+        try:
+            return resolve(stored)
+        except UserError as error:
+            raise UserError(f"{self._config_path}: {error}") from error
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:

@@ -30,6 +30,11 @@ def test_a_bad_flag_is_refused_in_one_line(flag, words):
     assert words in run("calm_jax.generate", flag, status=2)
 
 
+@pytest.mark.parametrize("flag", ["--help", "--helpfull"])
+def test_help_is_no_error(flag):
+    assert "--prompt" in run("calm_jax.generate", flag)
+
+
 def test_a_command_ends_without_a_line_when_the_reader_of_its_output_exits():
     """As with `| head`: the next write fails with a broken pipe. Its work may be unfinished, so the status is not 0."""
     code = (

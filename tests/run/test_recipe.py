@@ -477,7 +477,10 @@ def test_a_damaged_file_of_a_workdir_is_named_and_damaged_metrics_are_repaired(
     more = "--config.lm.training.num_steps=13"
     damages = {
         "corpus.json": (lambda path: path.unlink(), "corpus.json cannot be read"),
-        "config.json": (lambda path: path.write_text("{}"), "lacks the key"),
+        "config.json": (
+            lambda path: path.write_text("{}"),
+            "config.json: the config lacks the key",
+        ),
         "lm/12/params": (shutil.rmtree, "makes the one of step 10 the latest"),
         "tokenizer/description.json": (lambda path: path.write_text("[]"), "no readable tokenizer"),
     }

@@ -1,5 +1,6 @@
 """The report of a run: its numbers, its text as it was, one small file without network or scripts."""
 
+import dataclasses
 import html.parser
 import json
 import logging
@@ -166,6 +167,21 @@ def test_the_results_are_of_the_text_and_the_windows_of_the_latest_evaluation(wo
     own = workdir.config.eval
     for edited in ({}, {"context_tokens": "a"}, {"context_tokens": 9, "block_tokens": 3}):
         assert shown(edited) == f"{own.context_tokens} to {own.block_tokens}"
+
+
+@pytest.mark.parametrize("most, option", [(128, " --max_tokens=32"), (48, "")])
+def test_the_next_command_asks_for_text_that_fits_into_the_context(workdir, capsys, most, option):
+    lm = dataclasses.replace(
+        workdir.config.lm, data=dataclasses.replace(workdir.config.lm.data, block_tokens=64)
+    )
+    sample = dataclasses.replace(workdir.config.sample, max_tokens=most)
+    config = dataclasses.replace(workdir.config, lm=lm, sample=sample)
+    values = {"step": 12, "loss": 2.0, "ngrams": 2.0} | scored(0.0) | {"brierlm_error": math.nan}
+    report.print_results({"lm": values}, config, workdir, are_evaluated=False)
+    printed = capsys.readouterr().out
+    assert f"--prompt=TEXT{option}\n" in printed
+    # A score without an error says of how little it is.
+    assert "0.00, from 2 n-grams" in printed
 
 
 def test_chunks_of_samples_make_up_their_text(workdir):
