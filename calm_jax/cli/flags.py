@@ -29,7 +29,9 @@ def _one_line_errors() -> Iterator[None]:
         message = str(error)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
-    except SystemExit:
+    except SystemExit as end:
+        if end.code != 1:
+            raise
         # absl ends --help with status 1, which means a defect here.
         sys.exit(0)
     else:
