@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         raise UserError("give a recipe: --config=configs/calm_m.py")
     if bool(_TOPOLOGY.value) == bool(_FIT.value):
         raise UserError(
-            "give one of --topology=v5e:4x4, and --fit=v5e for the smallest size that fits"
+            "give either --topology=v5e:4x4, or --fit=v5e for the smallest size that fits"
         )
     if not 0 <= _PRICE.value < math.inf:
         raise UserError(f"--price_per_hour={_PRICE.value:g} must be a number from 0 on")

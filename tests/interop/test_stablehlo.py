@@ -15,7 +15,7 @@ NO_CALM_JAX = "import sys; sys.modules['calm_jax'] = None\n"
 
 
 def call(workdir, tmp_path, *flags: str, status: int = 0) -> str:
-    folders = f"--workdir={workdir.path}", f"--target={tmp_path / 'exported'}"
+    folders = f"--workdir={workdir.path}", f"--target={tmp_path / 'program'}"
     return run("calm_jax.interop.stablehlo", *folders, *flags, status=status)
 
 
@@ -45,4 +45,4 @@ def test_the_loader_of_the_page_gives_the_generators_tokens(arguments, tmp_path)
 def test_a_text_beyond_the_context_is_refused_and_nothing_is_written(tmp_path):
     workdir = random_workdir(tmp_path / "ours", "head=energy")
     out = call(workdir, tmp_path, "--new_chunks=100000", status=2)
-    assert "the model's context is" in out and not (tmp_path / "exported").exists()
+    assert "the model's context is" in out and not (tmp_path / "program").exists()

@@ -235,7 +235,8 @@ def plan(
     "options, message",
     [
         (["--topology=v5e:3x3"], "v5e has no size '3x3'"),
-        ([], "--topology=v5e:4x4, or --fit=v5e"),
+        ([], "either --topology=v5e:4x4, or --fit=v5e"),
+        (["--topology=v5e:4x4", "--fit=v5e"], "either --topology=v5e:4x4, or --fit=v5e"),
         (["--fit=v9"], "--fit='v9' is none of"),
         (["--topology=v5e:2x2", "--efficiency=2"], "--efficiency=2 must be in (0, 1]"),
         (
