@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from absl import flags, logging
 
@@ -77,10 +77,10 @@ def _end_before_libraries_are_unloaded() -> None:
         os._exit(EXIT_INTERRUPTED)
 
 
-def end_soon() -> None:
-    """After a signal, threads of libraries that it cut short may print tracebacks, or never end, for which Python would wait.
+def end_soon() -> NoReturn:
+    """Ends the process with status 75, after a signal.
 
-    The process then ends with status 75.
+    Threads of libraries that it cut short may print tracebacks, or never end, for which Python would wait.
     """
     global _is_interrupted
     _is_interrupted = True
@@ -89,6 +89,7 @@ def end_soon() -> None:
     _drop(sys.stderr)
     signal.signal(signal.SIGALRM, lambda *_: os._exit(EXIT_INTERRUPTED))
     signal.alarm(_EXIT_SECONDS)
+    sys.exit(EXIT_INTERRUPTED)
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], None]:
@@ -136,7 +137,6 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
         except Interrupted as interruption:
             _say(f"interrupted: {interruption}")
             end_soon()
-            status = EXIT_INTERRUPTED
         sys.exit(status)
 
     return run

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from absl import flags
 
 from calm_jax.cli.command import command, end_soon
-from calm_jax.cli.signals import EXIT_INTERRUPTED
 from calm_jax.errors import Interrupted, UserError, reason_of
 
 # When a process has been silent for so many seconds, the others end.
@@ -222,6 +221,6 @@ def multihost_command(
                 raise
             if isinstance(end, Interrupted):
                 end_soon()
-            sys.exit(EXIT_INTERRUPTED if isinstance(end, Interrupted) else 2)
+            sys.exit(2)
 
     return command(run)

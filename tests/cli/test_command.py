@@ -203,6 +203,14 @@ def test_a_signal_in_the_midst_of_an_import_is_raised_after_it(tmp_path):
     assert done.stderr.startswith("interrupted: SIGTERM: ") and done.stderr.count("\n") == 1
 
 
+def ended(program: str) -> tuple[int, str, str]:
+    """The status, stdout and stderr of a Python program."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
 NEVER_ENDS = """
 import sys, threading, time
 from absl import app
@@ -227,11 +235,7 @@ app.run(main)
 
 
 def test_a_thread_that_never_ends_keeps_no_interrupted_command_and_prints_nothing():
-    done = subprocess.run(
-        [sys.executable, "-c", NEVER_ENDS], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stdout) == (75, "text\n")
-    assert done.stderr == "interrupted: SIGTERM: reason\n"
+    assert ended(NEVER_ENDS) == (75, "text\n", "interrupted: SIGTERM: reason\n")
 
 
 COMPUTES = """
@@ -253,10 +257,7 @@ app.run(main)
 
 def test_what_devices_still_compute_keeps_no_interrupted_command():
     """Python's own end would wait for the device, or crash."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMPUTES], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert (done.returncode, done.stderr) == (75, "interrupted: SIGTERM: reason\n")
+    assert ended(COMPUTES) == (75, "", "interrupted: SIGTERM: reason\n")
 
 
 FORGETS = """
