@@ -168,10 +168,13 @@ def _print(generator: Generator, prompts: Sequence[Prompt], options: SampleConfi
         # `generate` refuses wrong prompts and options here, before anything is printed.
         pieces = generator.generate(prompts, options, _SEED.value, stream=True)
         print(_as_text(prompts[0], generator), end="", flush=True)
-        for piece in pieces:
-            print(piece.text, end="", flush=True)
-            done = [piece.continuation]
-        print("\n", flush=True)
+        try:
+            for piece in pieces:
+                print(piece.text, end="", flush=True)
+                done = [piece.continuation]
+        finally:
+            # Also before the line that says what has interrupted it.
+            print("\n", flush=True)
     else:
         waiting: dict[int, Continuation] = {}
         for one in generator.finish_each(prompts, options, _SEED.value):
@@ -198,7 +201,7 @@ def _write(
     done.sort(key=lambda one: one.index)
     lines = "".join(map(as_line, done))
     multihost.write_once(lambda: write_result(path, lines))
-    print(f"{path}: {len(done)} texts; {generator.describe(done, options)}")
+    print(f"{path}: {progress.counted(len(done), 'text')}; {generator.describe(done, options)}")
 
 
 @multihost_command

@@ -18,6 +18,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: "1 document", "2,000 documents"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 class Progress:
     """The progress of a stage: a live line on a terminal, else a plain line for each logged step.
 

@@ -13,7 +13,7 @@ from absl import app, flags
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import parse_flags_and_arguments
-from calm_jax.cli.progress import console
+from calm_jax.cli.progress import console, counted
 from calm_jax.data.shards import PreparedText, left_out
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
@@ -144,7 +144,7 @@ def main(argv: list[str]) -> None:
     if _CHECKSUMS.value:
         for number in range(text.num_shards):
             text.check(number)
-        print(f"the checksums of all {text.num_shards} shards are right")
+        print(f"the checksums are right: {counted(text.num_shards, 'shard')}")
 
 
 if __name__ == "__main__":

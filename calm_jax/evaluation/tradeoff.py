@@ -8,7 +8,7 @@ context), K tokens per chunk.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -145,7 +145,7 @@ def _collision(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Contexts:
+class Contexts:
     """The contexts of one block.
 
     Attributes:
@@ -165,10 +165,20 @@ class _Contexts:
     key_P: Array
 
 
-def _contexts(
+def contexts_of(
     blocks: BlockSource, task: LmTask, config: EvalConfig, pad_id: int
-) -> Iterator[_Contexts]:
-    """About `plane_contexts` contexts, evenly spaced in evenly spaced blocks; the same number from each block."""
+) -> list[Contexts]:
+    """About `plane_contexts` contexts, evenly spaced in evenly spaced blocks; the same number from each block.
+
+    Args:
+        blocks: the split whose contexts are continued.
+        task: the language model's task.
+        config: `config.eval`.
+        pad_id: the pad token, which is not scored.
+
+    Raises:
+        UserError: if no context has four tokens after it.
+    """
     chunk_size = task.chunk_size
     num_tokens = blocks[0]["tokens"].shape[0]
     protocol = dataclasses.replace(config.published, inner_starts=False)
@@ -181,30 +191,33 @@ def _contexts(
     num_blocks = min(len(blocks), -(-config.plane_contexts // min(len(starts_P), 16)))
     each = min(len(starts_P), -(-config.plane_contexts // num_blocks))
     key = stream(config.seed, "plane")
+    found = []
     for index in part_of(len(blocks), num_blocks):
         # The places are shifted from block to block, so that contexts of every length are measured.
         own_P = starts_P[
             [(place + index) % len(starts_P) for place in part_of(len(starts_P), each)]
         ]
         block = blocks[index]
-        yield _Contexts(
-            block["tokens"].reshape(1, -1, chunk_size),
-            documents_of({name: row[None] for name, row in block.items()}, chunk_size),
-            own_P // chunk_size,
-            block["targets"][brier.windows(own_P)],
-            brier.counted(block["targets"][None], own_P, pad_id)[0],
-            jax.random.split(jax.random.fold_in(key, index), len(own_P)),
+        found.append(
+            Contexts(
+                block["tokens"].reshape(1, -1, chunk_size),
+                documents_of({name: row[None] for name, row in block.items()}, chunk_size),
+                own_P // chunk_size,
+                block["targets"][brier.windows(own_P)],
+                brier.counted(block["targets"][None], own_P, pad_id)[0],
+                jax.random.split(jax.random.fold_in(key, index), len(own_P)),
+            )
         )
+    return found
 
 
 def measure(
     task: LmTask,
     params: Params,
     frozen: Params,
-    blocks: BlockSource,
+    contexts: list[Contexts],
     config: EvalConfig,
     chosen: list[SamplerConfig],
-    pad_id: int,
     mesh: Mesh,
 ) -> dict[str, Any]:
     """Measures the points of the trade-off; prints a line for each.
@@ -213,10 +226,9 @@ def measure(
         task: the language model's task.
         params: its trained parameters.
         frozen: its frozen parameters; empty for the autoregressive baseline.
-        blocks: the split whose contexts are continued.
+        contexts: from `contexts_of`.
         config: `config.eval`.
         chosen: the sampler configs to measure (see `ways`).
-        pad_id: the pad token, which is not scored.
         mesh: the devices.
 
     Returns:
@@ -227,10 +239,9 @@ def measure(
         two draws of the next chunk are equal, the mean and quantiles over contexts.
     """
     has_autoencoder = bool(frozen)
-    contexts = list(_contexts(blocks, task, config, pad_id))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
-    def read(one: _Contexts) -> tuple[Array, Any]:
+    def read(one: Contexts) -> tuple[Array, Any]:
         # Anew for each point, as the caches of all blocks may not fit into a device's memory.
         given = jax.device_put((one.token_1LK, one.documents), replicated)
         return jax.block_until_ready(_read(task.bind, params, frozen, *given))
@@ -275,8 +286,8 @@ def _point(
     task: LmTask,
     params: Params,
     frozen: Params,
-    contexts: list[_Contexts],
-    read: Callable[[_Contexts], tuple[Array, Any]],
+    contexts: list[Contexts],
+    read: Callable[[Contexts], tuple[Array, Any]],
     way: SamplerConfig,
 ) -> dict[str, Any]:
     sums: Any

@@ -2,6 +2,7 @@
 
 import math
 
+from calm_jax.cli.progress import counted
 from calm_jax.config import Config
 from calm_jax.interop.published import not_carried_over
 from calm_jax.run import report
@@ -39,10 +40,12 @@ def _training(config: Config, run: RunFiles) -> list[str]:
         if steps and not (stage == "autoencoder" and config.autoencoder_source):
             rows, tokens = getattr(config, stage).training.batch_size, run.tokens_per_step[stage]
             number = "" if math.isnan(tokens) else f", {steps * tokens:,.0f} tokens in all"
-            lines.append(f"* {name}: {steps:,} steps of {rows} blocks{number}")
+            lines.append(f"* {name}: {counted(steps, 'step')} of {counted(rows, 'block')}{number}")
     for name, text in workdir.stored_corpus().items():
         unit = "tokens" if "tokens" in text else "characters"
-        lines.append(f"* text ({name}): {text['documents']:,} documents, {text[unit]:,} {unit}")
+        lines.append(
+            f"* text ({name}): {counted(text['documents'], 'document')}, {text[unit]:,} {unit}"
+        )
     return lines
 
 

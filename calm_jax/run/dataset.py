@@ -8,6 +8,7 @@ import numpy as np
 
 from calm_jax import brier
 from calm_jax.brier import ORDERS
+from calm_jax.cli.progress import counted
 from calm_jax.config import Config
 from calm_jax.data.corpus import Corpus, Source, load_corpus
 from calm_jax.data.documents import Document
@@ -58,7 +59,7 @@ def read_corpus(config: Config, stages: Collection[str]) -> Corpus:
         print(f"data: {count:,} files of Python's standard library, as data.train_files is empty")
     for reason, count in corpus.skipped.items():
         if count:
-            print(f"data: {count} records left out: {reason}")
+            print(f"data: {counted(count, 'record')} left out: {reason}")
     for text in corpus.cut:
         print(
             f"data: {text.name} is the only document: the last {text.held_out:,} of its {text.characters:,} characters are "
@@ -310,7 +311,9 @@ class Dataset:
                 "--config.data.on_bad_record=skip"
             )
         if too_long:
-            print(f"data: {len(too_long)} {split} records left out: longer than {way_out}")
+            print(
+                f"data: {counted(len(too_long), f'{split} record')} left out: longer than {way_out}"
+            )
         if not len(blocks):
             raise UserError(f"lm: the {split} text has no record that fits {way_out}")
         return blocks

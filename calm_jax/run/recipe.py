@@ -387,8 +387,15 @@ def _score(run: Run, ways: list[SamplerConfig]) -> dict[str, Mapping]:
     has_lm = workdir.has_lm
     # Records with prompts have no equal-context score: the prompt is the context.
     has_equal_context = has_lm and not config.data.prompt_field
-    # Made before anything is scored, because it refuses a context that is longer than the text.
+    # Both are made before anything is scored, because they refuse text that is too short.
     equal_context = run.equal_context_evaluator() if has_equal_context else None
+    contexts = (
+        tradeoff.contexts_of(
+            run.text.validation("lm"), run.lm_task, config.eval, run.tokenizer.pad_id
+        )
+        if has_lm and ways
+        else []
+    )
     results: dict[str, Mapping] = {}
     frozen: Params = {}
     if config.has_autoencoder:
@@ -404,15 +411,14 @@ def _score(run: Run, ways: list[SamplerConfig]) -> dict[str, Mapping]:
             began = time.monotonic()
             values = evaluator(params, frozen)
             results[name] = values | {"seconds": time.monotonic() - began}
-        if ways:
+        if contexts:
             results["plane"] = tradeoff.measure(
                 run.lm_task,
                 params,
                 frozen,
-                run.text.validation("lm"),
+                contexts,
                 config.eval,
                 ways,
-                run.tokenizer.pad_id,
                 run.mesh,
             )
         if run.text.has_train:

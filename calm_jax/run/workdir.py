@@ -32,6 +32,7 @@ from jax.sharding import Mesh
 
 from calm_jax.cli.files import empty, os_errors, read_json, write_atomically
 from calm_jax.cli.ownership import LOCK, is_foreign, owned
+from calm_jax.cli.progress import counted
 from calm_jax.config import Config, as_dict, as_json, differing_keys, leaves, resolve
 from calm_jax.data.corpus import Corpus, Source
 from calm_jax.data.documents import Document
@@ -106,7 +107,7 @@ def describe(corpus: Corpus) -> dict[str, dict]:
 
 def _size(described: dict) -> str:
     unit = "tokens" if "tokens" in described else "characters"
-    return f"{described['documents']} documents of {described[unit]} {unit}"
+    return f"{counted(described['documents'], 'document')} of {described[unit]:,} {unit}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -250,7 +250,7 @@ class _Server:
         if running + waiting + len(rows) > most:
             raise RequestError(
                 429,
-                f"{waiting} texts wait already: try again later",
+                f"texts that wait already: {waiting}; try again later",
                 kind="rate_limit_error",
                 headers={"Retry-After": "1"},
             )

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from calm_jax.cli.progress import counted
 from calm_jax.errors import UserError, nearest
 from calm_jax.run.continuation import Prompt
 from calm_jax.run.generator import Generator
@@ -140,12 +141,16 @@ def parse(fields: dict[str, Any], generator: Generator, limits: Limits) -> Compl
     Raises:
       RequestError: 400 if a field is malformed or beyond a limit.
     """
-    prompts, num = _prompts(fields.get("prompt")), _field(fields, "n", int)
+    if fields.get("prompt") is None:
+        raise RequestError(400, "prompt is missing: an empty one starts a document", "prompt")
+    prompts, num = _prompts(fields["prompt"]), _field(fields, "n", int)
     num = 1 if num is None else num
-    if num < 1 or num * len(prompts) > limits.texts:
-        raise RequestError(
-            400, f"{len(prompts)} prompts x n={num} must make 1 to {limits.texts} texts", "n"
-        )
+    if num < 1:
+        raise RequestError(400, f"n={num} must be at least 1", "n")
+    if num * len(prompts) > limits.texts:
+        asked = f"{counted(len(prompts), 'prompt')} with n={num}"
+        most = counted(limits.texts, "text")
+        raise RequestError(400, f"{asked}: at most {most} can be asked for here", "n")
     seed = _field(fields, "seed", int)
     if seed is not None and not 0 <= seed < 2**32:
         raise RequestError(400, f"seed={seed} must be in [0, 2**32)", "seed")

@@ -330,7 +330,7 @@ def test_bad_records_are_named_or_counted(tmp_path, prepare, name):
     out = accepted(prepare([*asked, "--on_bad_record=skip"]))
     text = PreparedText(tmp_path / "out")
     assert text.index["left_out"] == {reason: 1}
-    what = "the rest of 1 files" if reason.endswith("file") else "1 documents"
+    what = "the rest of 1 file" if reason.endswith("file") else "1 document"
     assert f"left out: {what}: {reason}\n" in out
     kept = 1 if name in ("latin.txt", "noise.parquet") else 3
     assert [BYTES.decode(tokens) for tokens in text.documents(1)] == ["good"] * kept
@@ -639,7 +639,7 @@ def test_a_line_longer_than_the_limit_is_counted_in_little_memory(tmp_path, name
     memory = most_memory(command)
     out, err = command.communicate()
     assert command.returncode == 0, err
-    assert "left out: 1 documents: long line" in out
+    assert "left out: 1 document: long line" in out
     text = PreparedText(tmp_path / "out")
     assert text.index["left_out"] == {"long line": 1} and text.num_documents == 2
     assert memory < 1.5e9, memory

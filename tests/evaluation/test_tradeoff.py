@@ -62,14 +62,17 @@ def task(chunk_size: int):
 
 
 class Blocks:
-    """Validation text of ones; each block ends with pads, which are not scored."""
+    """Validation text of ones in blocks of `size` tokens; each ends with 8 pads, which are not scored."""
+
+    def __init__(self, size: int = 64):
+        self._size = size
 
     def __len__(self):
         return 60
 
     def __getitem__(self, index):
-        tokens = np.ones(64, np.int32)
-        tokens[56:] = PAD
+        tokens = np.ones(self._size, np.int32)
+        tokens[-8:] = PAD
         return {"tokens": tokens, "targets": tokens}
 
 
@@ -84,7 +87,8 @@ def measure(chunk_size: int, temperatures, **changes):
     mesh = make_mesh(MeshConfig(-1, 1, 1))
     frozen = {"params": {}}
     chosen = tradeoff.ways(config, sampler, has_autoencoder=True)
-    return tradeoff.measure(task(chunk_size), {}, frozen, Blocks(), config, chosen, PAD, mesh)
+    contexts = tradeoff.contexts_of(Blocks(), task(chunk_size), config, PAD)
+    return tradeoff.measure(task(chunk_size), {}, frozen, contexts, config, chosen, mesh)
 
 
 def expected(chunk_size: int, exponent: float) -> tuple[np.ndarray, np.ndarray]:
@@ -133,6 +137,13 @@ def test_accuracy_and_collision_are_those_of_the_known_law(chunk_size):
     # The probability that two draws of the next chunk are equal.
     collision = (LAWS[chunk_size] ** 2).sum()
     assert result["collision_probability"]["mean"] == pytest.approx(collision, abs=0.01)
+
+
+def test_blocks_without_room_for_a_context_and_four_tokens_are_refused():
+    config = dataclasses.replace(CONFIG.eval, temperatures=(1.0,))
+    assert tradeoff.contexts_of(Blocks(16), task(4), config, PAD)
+    with pytest.raises(UserError, match="no block of 4 tokens has a context with four tokens"):
+        tradeoff.contexts_of(Blocks(4), task(4), config, PAD)
 
 
 def test_ways_leave_out_temperatures_that_a_sampler_does_not_take(capsys):

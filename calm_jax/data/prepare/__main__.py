@@ -14,6 +14,7 @@ from absl import app, flags
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import parse_flags
+from calm_jax.cli.progress import counted
 from calm_jax.data.files import find_files
 from calm_jax.data.prepare.options import KEY, Options
 from calm_jax.data.prepare.preparation import prepare
@@ -102,10 +103,14 @@ def main(argv: list[str]) -> None:
     files = find_files(_INPUT.value, KEY)
     index = prepare(files, tokenizer, output, options, _WORKERS.value, _SCHEDULER.value)
     for reason, count in left_out(index).items():
-        what = f"the rest of {count:,} files" if reason.endswith("file") else f"{count:,} documents"
+        what = (
+            f"the rest of {counted(count, 'file')}"
+            if reason.endswith("file")
+            else counted(count, "document")
+        )
         print(f"left out: {what}: {reason}")
     print(
-        f"{output}: {index['documents']:,} documents, {index['tokens']:,} tokens in {len(index['shards'])} shards"
+        f"{output}: {counted(index['documents'], 'document')}, {counted(index['tokens'], 'token')} in {counted(len(index['shards']), 'shard')}"
     )
 
 

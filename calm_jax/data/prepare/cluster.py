@@ -15,7 +15,7 @@ from typing import Any
 
 import rich.progress
 
-from calm_jax.cli.progress import duration
+from calm_jax.cli.progress import counted, duration
 from calm_jax.errors import UserError, installation
 
 _IN_WORKERS = "distributed.nanny.pre-spawn-environ"
@@ -84,7 +84,7 @@ class Progress:
 
     def _counted(self, now: float) -> str:
         seconds = max(now - self._began, 1e-9)
-        parts = [f"{self.counts['documents']:,} documents"]
+        parts = [counted(self.counts["documents"], "document")]
         for name in ("characters", "tokens"):
             if self.counts[name] and (name == "tokens" or not self.counts["tokens"]):
                 count = self.counts[name]
