@@ -1,4 +1,4 @@
-"""Arms that change one key of the paper's loss, for a model that learns little from it (docs/experiments.md).
+"""Arms that change one key of the paper's loss, or one of each stage, for a model that learns little from it (docs/experiments.md).
 
     python -m benchmarks.learning --arms=benchmarks/single_changes.py --folder=DIR --seeds=0
 
@@ -15,6 +15,7 @@ _STAGE_1 = {
     "kl_weight-1e-3": ["--config.autoencoder.model.kl_weight=1e-3"],
     "latent_size-64": ["--config.autoencoder.model.latent_size=64"],
     "latent_size-32": ["--config.autoencoder.model.latent_size=32"],
+    "latent_size-16": ["--config.autoencoder.model.latent_size=16"],
 }
 _STAGE_2 = {
     "nothing": [],
@@ -23,6 +24,22 @@ _STAGE_2 = {
     "constant-rate": ["--config.lm.optimizer.schedule=constant"],
     "noise_size-256": ["--config.lm.head.noise_size=256"],
     "beta-1.5": ["--config.lm.head.beta=1.5"],
+}
+
+
+# One change of each stage, by their names above, and other numbers of steps.
+_BOTH = {
+    "latent_size-16-warmup-300": ("latent_size-16", _STAGE_2["warmup-300"]),
+    "latent_size-32-warmup-300": ("latent_size-32", _STAGE_2["warmup-300"]),
+    "latent_size-64-warmup-300": ("latent_size-64", _STAGE_2["warmup-300"]),
+    "latent_size-32-steps-2500": (
+        "latent_size-32",
+        ["--config.lm.optimizer.warmup_steps=600", "--config.lm.training.num_steps=2500"],
+    ),
+    "latent_size-32-steps-6200": (
+        "latent_size-32",
+        ["--config.lm.optimizer.warmup_steps=600", "--config.lm.training.num_steps=6200"],
+    ),
 }
 
 
@@ -46,4 +63,7 @@ def get_arms() -> dict[str, list[str]]:
     for name, change in _STAGE_1.items():
         arms[f"autoencoder-{name}"] = [*stage_1, *change]
         arms[name] = [*_trained_on(f"autoencoder-{name}"), *change]
+    for name, (autoencoder, change) in _BOTH.items():
+        shared = _trained_on(f"autoencoder-{autoencoder}")
+        arms[name] = [*shared, *_STAGE_1[autoencoder], *change]
     return arms
