@@ -72,10 +72,13 @@ def draw(path: pathlib.Path) -> None:
         place.set_xlabel("step")
         place.spines[["top", "right"]].set_visible(False)
         place.grid(alpha=0.25)
-    places[2].set_ylim(bottom=0)
+    places[2].axhline(0, color=MUTED, linewidth=0.8)
     places[3].set_ylim(0, 1.15)
     places[3].legend(fontsize=7, loc="lower right")
-    figure.legend(loc="outside lower center", ncols=len(runs), fontsize=9, frameon=False)
+    handles, labels = places[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=len(runs), fontsize=9, frameon=False
+    )
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
