@@ -187,10 +187,12 @@ class Generator:
         if not self.has_autoencoder:
             return f"{parts[0]}, top_p {options.top_p:g}"
         num_chunks = sum(len(one.draws) for one in done)
-        if options.temperature < 1 and options.sampler == "noise":
+        if options.temperature == 1:
+            parts.append("1 draw a chunk with every sampler")
+        elif options.sampler == "noise":
             # The distribution that this sampler draws from is not known, so no chunk can be called exact.
             parts.append("sampler noise: 1 draw a chunk")
-        elif options.temperature < 1 and num_chunks:
+        elif num_chunks:
             draws = sum(sum(one.draws) for one in done)
             approximate = num_chunks - sum(sum(one.exact) for one in done)
             parts += [

@@ -102,7 +102,7 @@ def test_options_that_are_not_given_come_from_the_config_of_the_workdir(results,
     given = {name: getattr(sample, name) for name in OPTIONS}
     (one,) = expected(folder, PROMPTS[:1], **given)
     assert results["own options"][:2] == (0, f"{PROMPTS[0]}{one.text}\n\n")
-    assert results["own options"][2] == "temperature 1\n"
+    assert results["own options"][2] == "temperature 1, 1 draw a chunk with every sampler\n"
 
 
 def test_a_text_ends_before_its_first_stop_string(results, folder):

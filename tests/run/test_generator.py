@@ -768,7 +768,7 @@ def test_the_description_counts_draws_approximate_chunks_and_alignments():
         Continuation(1, "b", draws=[48, 1], exact=[False, True], alignment="match", match_draws=48),
         Continuation(2, "c", draws=[7], exact=[True], alignment="left", match_draws=32),
     ]
-    assert described(temperature=1.0) == "temperature 1"
+    assert described(temperature=1.0) == "temperature 1, 1 draw a chunk with every sampler"
     assert described(temperature=0.5, sampler="growing") == (
         "temperature 0.5, sampler growing: 24 draws a chunk, 2 of 5 chunks not exact"
     )
@@ -776,7 +776,8 @@ def test_the_description_counts_draws_approximate_chunks_and_alignments():
         "temperature 0.33, sampler noise: 1 draw a chunk"
     )
     assert described(temperature=1.0, prompt_alignment="match") == (
-        "temperature 1, prompts: 1 of whole chunks, 1 completed by matching draws, 1 padded on the left, 80 draws"
+        "temperature 1, 1 draw a chunk with every sampler, prompts: 1 of whole chunks, 1 completed by matching draws, "
+        "1 padded on the left, 80 draws"
     )
     done = []
     assert described(temperature=0.5) == "temperature 0.5"
