@@ -148,8 +148,12 @@ class _RecipeParser(flags.ArgumentParser):
         return config.lock()
 
 
+# As many keys of one name are listed in the place of the keys of a section.
+_MOST_ELSEWHERE = 4
+
+
 def _check_keys(argv: list[str], config: ConfigDict) -> None:
-    """Raises `UserError` for the first `--config.KEY` that `config` does not have, with a similar key."""
+    """Raises `UserError` for the first `--config.KEY` that `config` does not have, with keys of the same or a similar name."""
     for arg in argv:
         name = arg.partition("=")[0]
         if not name.startswith("--config."):
@@ -159,5 +163,8 @@ def _check_keys(argv: list[str], config: ConfigDict) -> None:
             if not isinstance(section, ConfigDict) or key not in section:
                 names = list(section) if isinstance(section, ConfigDict) else []
                 hint = nearest(key, names) if names else f"{known} has no keys under it"
+                elsewhere = list(_keys_ending_in(name.rpartition(".")[2], config))
+                if 0 < len(elsewhere) <= _MOST_ELSEWHERE:
+                    hint = f"it is in another section: {' or '.join(elsewhere)}"
                 raise UserError(f"{name}: {known} has no key {key!r}: {hint}")
             section, known = section[key], f"{known}.{key}"

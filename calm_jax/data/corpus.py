@@ -417,5 +417,5 @@ def _check_cut(document: Document, end: int, config: DataConfig) -> None:
         what = "record" if is_record else f"document of {len(document.text)} characters"
         raise UserError(
             f"data.train_files={config.train_files!r} holds one {what}, which cannot be both trained on and held "
-            "out: name other files for validation with --config.data.validation_files=GLOB"
+            "out: give more text, or name other files for validation with --config.data.validation_files=GLOB"
         )

@@ -152,7 +152,9 @@ def _read_text(file: str, name: str) -> Iterator[_Item]:
         # The bytes are decoded here, because a file opened in text mode turns every line end into "\n".
         yield START, Document(name, text.decode("utf-8"))
     except UnicodeDecodeError as error:
-        yield None, BadRecord("invalid UTF-8", f"byte {error.start} is not valid UTF-8")
+        way_out = "convert the file, for example with iconv -f latin1 -t utf-8"
+        detail = f"byte {error.start} is not valid UTF-8: {way_out}"
+        yield None, BadRecord("invalid UTF-8", detail)
 
 
 def _read_lines(file: str, name: str, reading: Reading, start: Place) -> Iterator[_Item]:

@@ -285,7 +285,7 @@ def cut_blocks(
     if not keep_remainder and len(flat) < block:
         raise UserError(
             f"{name} has {len(flat)} tokens, and one block needs {block}: give more text, or a smaller "
-            "data.block_tokens"
+            "block_tokens in the section `data` of the stage"
         )
     num_blocks = -(-len(flat) // block) if keep_remainder else len(flat) // block
     return filled_blocks(

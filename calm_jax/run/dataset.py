@@ -267,7 +267,7 @@ class Dataset:
         if not len(blocks):
             raise UserError(
                 f"{name}: {source.folder} has {source.num_tokens} tokens, and one block needs {data.block_tokens}: give "
-                "more text, or a smaller data.block_tokens"
+                f"more text, or a smaller {name}.data.block_tokens"
             )
         if data.isolate_documents:
             return IsolatedBlocks(blocks, source.starts(), blocks.first_N, config.chunk_size)
@@ -295,6 +295,12 @@ class Dataset:
     def _pack_records(self, split: str, text: _InMemory, data: BlockConfig) -> BlockSource:
         config = self._config
         names = [document.name for document in text.documents]
+        num_empty = sum(not len(ids) for ids in text.encoded)
+        if num_empty and split == "train":
+            print(
+                f"data: {num_empty} of {counted(len(names), 'training record')} with an empty completion: the model learns "
+                "to answer these prompts with the end of the text"
+            )
         blocks, too_long = pack_records(
             names,
             text.prompts,

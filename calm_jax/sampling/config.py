@@ -43,7 +43,9 @@ class SamplerConfig:
 
     def __post_init__(self):
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature={self.temperature:g} must be at least 0 and finite")
+            raise UserError(
+                f"temperature={self.temperature:g} must be in (0, 1], or for lm.head.name='softmax' at least 0 and finite"
+            )
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p:g} must be in (0, 1]")
         for name in ("num_candidates", "max_draws", "draws_at_once"):
@@ -92,7 +94,7 @@ class SamplerConfig:
         if self.sampler in ("pooled", "rejection", "growing") and self.max_draws < least:
             raise UserError(
                 f"max_draws={self.max_draws} must be at least {least} at temperature={self.temperature:g}, which compares "
-                f"{least} draws"
+                f"{least} draws: raise it, or the temperature"
             )
 
 

@@ -221,7 +221,9 @@ def _prompts(prompt: Any) -> Sequence[Prompt]:
     """Text, token ids, or a list of either, as a list."""
     if isinstance(prompt, str):
         return [prompt]
-    if isinstance(prompt, list) and prompt:
+    if prompt == []:
+        raise RequestError(400, "prompt is an empty list", "prompt")
+    if isinstance(prompt, list):
         if all(type(token) is int for token in prompt):
             return [prompt]
         if all(isinstance(one, str) for one in prompt):
@@ -264,7 +266,9 @@ def _options(fields: dict[str, Any], generator: Generator, limits: Limits) -> Sa
     }
     for name, most in bounds.items():
         if given.get(name, 0) > most:
-            raise RequestError(400, f"{name}={given[name]} must be at most {most} here", name)
+            raise RequestError(
+                400, f"{name}={given[name]} must be at most {most} on this server", name
+            )
     try:
         return dataclasses.replace(generator.options, **given)
     except UserError as error:

@@ -164,7 +164,7 @@ def test_an_error_that_follows_a_signal_is_the_signals_end():
     )
     assert done.returncode == 75
     assert done.stderr == (
-        "interrupted: SIGTERM: what is on disk is kept; give the same command again\n"
+        "interrupted: SIGTERM: complete files and checkpoints are kept; give the same command again\n"
     )
 
 

@@ -87,6 +87,14 @@ def test_prepared_text_has_the_same_frequency_floor_as_its_files(texts, folders,
     assert raw.ngrams > 100
 
 
+def test_records_without_an_answer_are_counted(texts, tmp_path, capsys):
+    rows = [{"prompt": "p", "text": "answer" * (number > 1)} for number in range(5)]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = {"data.prompt_field": "prompt", "data.validation_files": f"{tmp_path}/records.jsonl"}
+    text_of(texts, tmp_path / "records.jsonl", **asked).training("lm")
+    assert "data: 2 of 5 training records with an empty completion" in capsys.readouterr().out
+
+
 def test_the_floor_of_documents_that_are_shorter_than_its_n_grams_is_0(texts, tmp_path):
     (tmp_path / "short.jsonl").write_text('{"text": "a"}\n' * 100)
     dataset = text_of(texts, tmp_path / "short.jsonl")
