@@ -25,9 +25,7 @@ _STAGE_2 = {
     "noise_size-256": ["--config.lm.head.noise_size=256"],
     "beta-1.5": ["--config.lm.head.beta=1.5"],
 }
-
-
-# One change of each stage, by their names above, and other numbers of steps.
+# A change of stage 1, by its name, and the flags that change stage 2.
 _BOTH = {
     "latent_size-16-warmup-300": ("latent_size-16", _STAGE_2["warmup-300"]),
     "latent_size-32-warmup-300": ("latent_size-32", _STAGE_2["warmup-300"]),
@@ -62,8 +60,8 @@ def get_arms() -> dict[str, list[str]]:
         arms[name] = [*_trained_on("autoencoder"), *change]
     for name, change in _STAGE_1.items():
         arms[f"autoencoder-{name}"] = [*stage_1, *change]
-        arms[name] = [*_trained_on(f"autoencoder-{name}"), *change]
-    for name, (autoencoder, change) in _BOTH.items():
+    stage_1_alone: dict[str, tuple[str, list[str]]] = {name: (name, []) for name in _STAGE_1}
+    for name, (autoencoder, change) in (stage_1_alone | _BOTH).items():
         shared = _trained_on(f"autoencoder-{autoencoder}")
         arms[name] = [*shared, *_STAGE_1[autoencoder], *change]
     return arms

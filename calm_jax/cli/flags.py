@@ -159,12 +159,15 @@ def _check_keys(argv: list[str], config: ConfigDict) -> None:
         if not name.startswith("--config."):
             continue
         section, known = config, "config"
-        for key in name.removeprefix("--config.").split("."):
+        *_, last = keys = name.removeprefix("--config.").split(".")
+        for key in keys:
             if not isinstance(section, ConfigDict) or key not in section:
                 names = list(section) if isinstance(section, ConfigDict) else []
-                hint = nearest(key, names) if names else f"{known} has no keys under it"
-                elsewhere = list(_keys_ending_in(name.rpartition(".")[2], config))
+                # Of an unknown section, the similar name of a section helps more.
+                elsewhere = list(_keys_ending_in(key, config)) if key == last else []
                 if 0 < len(elsewhere) <= _MOST_ELSEWHERE:
                     hint = f"it is in another section: {' or '.join(elsewhere)}"
+                else:
+                    hint = nearest(key, names) if names else f"{known} has no keys under it"
                 raise UserError(f"{name}: {known} has no key {key!r}: {hint}")
             section, known = section[key], f"{known}.{key}"

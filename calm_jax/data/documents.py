@@ -126,13 +126,18 @@ def _is_too_deep(line: bytes) -> bool:
     return False
 
 
+def _not_utf8(error: UnicodeDecodeError) -> BadRecord:
+    detail = f"byte {error.start} is not valid UTF-8 (iconv -f latin1 -t utf-8 converts Latin-1)"
+    return BadRecord("invalid UTF-8", detail)
+
+
 def _parse(line: bytes, name: str, reading: Reading) -> Document:
     if _is_too_deep(line):
         raise BadRecord("malformed JSON", f"more than {_MOST_LEVELS} levels of lists and objects")
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise BadRecord("invalid UTF-8", f"byte {error.start} is not valid UTF-8") from error
+        raise _not_utf8(error) from error
     except ValueError as error:  # malformed, or a number of more digits than Python converts
         raise BadRecord("malformed JSON", f"not valid JSON ({error})") from error
     return _document(record, name, reading)
@@ -152,9 +157,7 @@ def _read_text(file: str, name: str) -> Iterator[_Item]:
         # The bytes are decoded here, because a file opened in text mode turns every line end into "\n".
         yield START, Document(name, text.decode("utf-8"))
     except UnicodeDecodeError as error:
-        way_out = "convert the file, for example with iconv -f latin1 -t utf-8"
-        detail = f"byte {error.start} is not valid UTF-8: {way_out}"
-        yield None, BadRecord("invalid UTF-8", detail)
+        yield None, _not_utf8(error)
 
 
 def _read_lines(file: str, name: str, reading: Reading, start: Place) -> Iterator[_Item]:

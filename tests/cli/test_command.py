@@ -203,10 +203,10 @@ def test_a_signal_in_the_midst_of_an_import_is_raised_after_it(tmp_path):
     assert done.stderr.startswith("interrupted: SIGTERM: ") and done.stderr.count("\n") == 1
 
 
-def ended(program: str) -> tuple[int, str, str]:
-    """The status, stdout and stderr of a Python program."""
+def ended(program: str, seconds: float) -> tuple[int, str, str]:
+    """The status, stdout and stderr of a Python program, which must end within so many seconds."""
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=seconds
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -235,7 +235,7 @@ app.run(main)
 
 
 def test_a_thread_that_never_ends_keeps_no_interrupted_command_and_prints_nothing():
-    assert ended(NEVER_ENDS) == (75, "text\n", "interrupted: SIGTERM: reason\n")
+    assert ended(NEVER_ENDS, 60) == (75, "text\n", "interrupted: SIGTERM: reason\n")
 
 
 COMPUTES = """
@@ -257,7 +257,7 @@ app.run(main)
 
 def test_what_devices_still_compute_keeps_no_interrupted_command():
     """Python's own end would wait for the device, or crash."""
-    assert ended(COMPUTES) == (75, "", "interrupted: SIGTERM: reason\n")
+    assert ended(COMPUTES, 120) == (75, "", "interrupted: SIGTERM: reason\n")
 
 
 FORGETS = """

@@ -76,7 +76,7 @@ def test_the_command_prints_counts_and_finds_damage(text, tmp_path):
     assert "documents" in out and "436" in out and "left out: empty" in out
     assert "⟨bos⟩a⟨eos⟩" in out
     assert "4 of 4 documents give the same tokens" in out
-    assert f"the checksums are right: {text.num_shards} shard" in out
+    assert text.num_shards > 1 and f"the checksums are right: {text.num_shards} shards\n" in out
 
     pages = min(text.folder.glob("shard-*")) / PAGES
     whole = pages.read_bytes()

@@ -81,6 +81,7 @@ BAD_VALUES = {
     "--num_steps=8": "are given as --config.autoencoder.training.num_steps or --config.lm.training.num_steps",
     "--training.batch_size=8": "as --config.autoencoder.training.batch_size or --config.lm.training.batch_size",
     "--config.data.block_tokens=8": "it is in another section: --config.autoencoder.data.block_tokens or ",
+    "--config.lm.optimiser.learning_rate=1": "did you mean 'optimizer'",
     "--temprature=8": "Unknown command line flag 'temprature'",
     "--config.lm.model.hidden_sise=8": "did you mean 'hidden_size'",
     "--config.lm.model.hidden_size=1e3": "1e3",
