@@ -77,6 +77,13 @@ def _end_before_libraries_are_unloaded() -> None:
         os._exit(EXIT_INTERRUPTED)
 
 
+def status_unread() -> int:
+    """The exit status of a command whose output nobody reads any more. From here on its output goes nowhere."""
+    _drop(sys.stdout)
+    _drop(sys.stderr)
+    return 128 + signal.SIGPIPE
+
+
 def end_soon() -> NoReturn:
     """Ends the process with status 75, after a signal.
 
@@ -121,9 +128,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
             _say(f"error: {error}")
             status = 2
         except BrokenPipeError:
-            _drop(sys.stdout)
-            _drop(sys.stderr)
-            status = 128 + signal.SIGPIPE
+            status = status_unread()
         except OSError as error:
             if error.errno not in _WAYS_OUT:
                 raise

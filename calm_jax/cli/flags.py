@@ -13,11 +13,20 @@ from collections.abc import Callable, Iterator
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from calm_jax.cli.command import status_unread
 from calm_jax.cli.files import local_path
 from calm_jax.errors import UserError, nearest, typed_reason_of
 
 # Flags that functions of this module define appear in the --help of the command that calls them.
 flags.disclaim_key_flags()
+
+
+def _status_of_help() -> int:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return status_unread()
+    return 0
 
 
 @contextlib.contextmanager
@@ -33,7 +42,9 @@ def _one_line_errors() -> Iterator[None]:
         if end.code != 1:
             raise
         # absl ends --help with status 1, which means a defect here.
-        sys.exit(0)
+        sys.exit(_status_of_help())
+    except BrokenPipeError:
+        sys.exit(status_unread())
     else:
         return
     print(f"error: {UserError(message)}", file=sys.stderr)

@@ -57,6 +57,16 @@ def test_a_command_ends_without_a_line_when_the_reader_of_its_output_exits():
     assert process.wait(timeout=60) == 128 + signal.SIGPIPE
 
 
+def test_help_that_nobody_reads_ends_without_a_line():
+    """As with `--help | true`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "calm_jax.generate", "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 def test_nan_and_infinities_become_null_at_every_depth_of_a_json_tree():
     tree = {"a": [{"b": float("nan")}, 1.5], "c": float("inf")}
     assert json.dumps(nan_to_none(tree), allow_nan=False) == '{"a": [{"b": null}, 1.5], "c": null}'
