@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError, require_at_least, require_one_of, require_positive
 from calm_jax.models import attention
+from calm_jax.models.attention_in_blocks import ATTENTION
 from calm_jax.models.kv_cache import Fork, KVCache, Memory, SegmentIds, UnslicedLayer, Written
 from calm_jax.models.layers import Rotation, SwiGLU, linear, rotate, rotation_at
 from calm_jax.models.stack import stack
@@ -25,7 +26,7 @@ _REMAT_POLICIES = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     # Keeps products with weights and the results of the attention "blocks" and "splash", but never the scores.
-    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, attention.ATTENTION),
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENTION),
 }
 
 

@@ -190,7 +190,7 @@ def test_auto_takes_the_fastest_supported_implementation(device, changes, expect
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(attention, "_splash", lambda *_: chosen.append("splash"))
     monkeypatch.setattr(attention, "_cudnn", lambda *_: chosen.append("cudnn"))
-    monkeypatch.setattr(attention, "_in_blocks", lambda *_: chosen.append("blocks"))
+    monkeypatch.setattr(attention, "attend_in_blocks", lambda *_: chosen.append("blocks"))
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *_, **__: chosen.append("xla"))
     attention.attend(*inputs(1, 4, 2, 2, 8, **{"dtype": jnp.bfloat16} | changes), "auto")
     assert chosen == [expected]
