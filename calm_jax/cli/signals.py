@@ -64,7 +64,7 @@ class SignalHandler:
         self._interruption: Interrupted | None = None
         self._previous_hook = sys.unraisablehook
 
-    def _note(self) -> None:
+    def note(self) -> None:
         """From now on signals are ignored for a second: a host that shuts down signals both a script and the command to which the
         script passes the signal on."""
         self._noted_at = time.monotonic()
@@ -108,7 +108,7 @@ class SignalHandler:
                 return
             if self.ignores_next:
                 self.ignores_next = False
-                self._note()
+                self.note()
             else:
                 self._received(number)
 

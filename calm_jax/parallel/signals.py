@@ -54,7 +54,7 @@ class _Handled(SignalHandler, abc.ABC):
             os._exit(EXIT_INTERRUPTED)
         else:
             self._is_passed_on = True
-            self._note()
+            self.note()
             os.kill(os.getpid(), signal.SIGTERM)
 
     @abc.abstractmethod
@@ -80,7 +80,7 @@ class NoteSignal(_Handled):
     def _handle(self, name: str) -> None:
         if not self._name:
             self._name = name
-            self._note()
+            self.note()
         else:
             self.interrupt(name)
 

@@ -3,8 +3,8 @@
 python -m calm_jax.serve --workdir=runs/quickstart
 
 Options that a request does not name are those of the model's config, section `sample`. SIGTERM, SIGHUP and Ctrl-C end the server after
-the requests that it is answering; a second signal ends it at once. There is no password: whoever reaches the port can use the
-model.
+the requests that it is answering; a second signal, at least a second later, ends it at once. There is no password: whoever reaches
+the port can use the model.
 """
 
 from __future__ import annotations

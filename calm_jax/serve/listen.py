@@ -2,28 +2,37 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.applications import Starlette
 
-from calm_jax.cli.signals import ENDING, SignalHandler
+from calm_jax.cli.signals import ENDING, EXIT_INTERRUPTED, SignalHandler
 
 
 class _Server(uvicorn.Server):
     """A server that returns after a signal, where uvicorn's own server would raise the signal again.
 
-    After a second signal it does not wait for open requests.
+    A second signal ends the process, without the answers to open requests.
     """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         def end(number: int) -> None:
-            self.force_exit = self.should_exit
+            if self.should_exit:
+                name = signal.Signals(number).name
+                line = f"interrupted: {name}, the second signal: open requests are not answered\n"
+                with contextlib.suppress(OSError):
+                    os.write(2, line.encode())
+                # Python's own end would unload libraries in which the model's thread may be computing, which aborts the process.
+                os._exit(EXIT_INTERRUPTED)
             self.should_exit = True
+            handler.note()
 
-        with SignalHandler(ENDING, end):
+        with SignalHandler(ENDING, end) as handler:
             yield
 
 
@@ -31,6 +40,8 @@ def listen(
     app: Starlette, listener: socket.socket, most_connections: int, drain_seconds: int
 ) -> None:
     """Serves until SIGTERM, SIGHUP or Ctrl-C. Then it takes no more requests, and returns when the accepted ones are answered.
+
+    A second signal, at least a second later, ends the process at once, with status 75.
 
     Args:
       app: the application.

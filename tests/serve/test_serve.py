@@ -19,6 +19,7 @@ import openai
 import pytest
 import uvicorn
 
+from calm_jax.cli.signals import EXIT_INTERRUPTED
 from calm_jax.run.generator import Generator
 from calm_jax.sampling.decode import CHUNKS_PER_CALL
 from calm_jax.serve import app
@@ -648,6 +649,31 @@ def test_after_sigterm_the_server_answers_what_it_has_and_exits_with_status_0(tm
         assert server.stderr.read() == ""
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_server_at_once_with_one_line(tmp_path):
+    """Also while the model computes. A signal that comes less than a second after the first counts as the first."""
+    tiny().save(tmp_path / "model")
+    model = f"--workdir={tmp_path / 'model'}"
+    server = workdirs.start("calm_jax.serve", model, "--port=0", "--batch_size=1")
+    try:
+        port = int(re.search(r"127.0.0.1:(\d+)/v1", server.stdout.readline())[1])
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            answer = pool.submit(send, port, {"prompt": "a", "n": 100, "max_tokens": 40})
+            wait_until(lambda: unfinished(port) == 100)
+            for _ in range(2):
+                server.send_signal(signal.SIGINT)
+            time.sleep(1.2)
+            assert server.poll() is None
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(WAIT_SECONDS) == EXIT_INTERRUPTED
+            assert isinstance(answer.exception(), (OSError, http.client.HTTPException))
+        line = "interrupted: SIGTERM, the second signal: open requests are not answered\n"
+        assert server.stderr.read() == line
     finally:
         server.kill()
         server.communicate()
