@@ -48,34 +48,40 @@ def ways(config: EvalConfig, sampler: SamplerConfig, has_autoencoder: bool) -> l
         candidates, which would be decoded for nothing, and none scales the token prior: the model's own law is measured.
 
     Raises:
-        UserError: for a temperature that no sampler takes, or too many candidates.
+        UserError: for a temperature that a sampler does not take, or too many candidates.
     """
     sampler = dataclasses.replace(sampler, shown_candidates=0, token_prior_scale=1.0)
-    if not has_autoencoder:
-        return [
-            dataclasses.replace(sampler, temperature=temperature)
-            for temperature in config.temperatures
-        ]
-    if max(config.candidates) > MOST_COMPARED:
+    if has_autoencoder and max(config.candidates) > MOST_COMPARED:
         raise UserError(
             f"eval.candidates={config.candidates}: at most {MOST_COMPARED} draws can be compared in pairs"
         )
     chosen = []
     for temperature in config.temperatures:
-        at_temperature = dataclasses.replace(sampler, temperature=temperature)
-        # At T = 1 every sampler is one draw of the model.
-        names = (sampler.sampler,) if temperature == 1 else config.samplers
-        for name in names:
-            if name == "published" and split_exponent(temperature)[1]:
-                print(
-                    f"plane: skipping sampler='published' at temperature {temperature:g}: it supports only 1, 1/2, 1/3, ..."
-                )
-                continue
-            has_sizes = name in FIXED_POOL and temperature != 1
-            for size in config.candidates if has_sizes else (sampler.num_candidates,):
-                way = dataclasses.replace(at_temperature, sampler=name, num_candidates=size)
-                way.check_latent_head()
-                chosen.append(way)
+        try:
+            at_temperature = dataclasses.replace(sampler, temperature=temperature)
+            chosen += _ways_at(config, at_temperature) if has_autoencoder else [at_temperature]
+        except UserError as error:
+            raise UserError(f"eval.temperatures={config.temperatures}: {error}") from error
+    return chosen
+
+
+def _ways_at(config: EvalConfig, sampler: SamplerConfig) -> list[SamplerConfig]:
+    """`ways` at the temperature of `sampler`, for a latent head."""
+    chosen = []
+    temperature = sampler.temperature
+    # At T = 1 every sampler is one draw of the model.
+    names = (sampler.sampler,) if temperature == 1 else config.samplers
+    for name in names:
+        if name == "published" and split_exponent(temperature)[1]:
+            print(
+                f"plane: skipping sampler='published' at temperature {temperature:g}: it supports only 1, 1/2, 1/3, ..."
+            )
+            continue
+        has_sizes = name in FIXED_POOL and temperature != 1
+        for size in config.candidates if has_sizes else (sampler.num_candidates,):
+            way = dataclasses.replace(sampler, sampler=name, num_candidates=size)
+            way.check_latent_head()
+            chosen.append(way)
     return chosen
 
 

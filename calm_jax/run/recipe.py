@@ -375,9 +375,9 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
         # The files are written first, because printing may fail: stdout may be closed.
         multihost.write_once(write)
         multihost.write_once(lambda: web_report.try_to_write(workdir))
-        report.print_results(results, config, workdir, are_evaluated=True)
         if "plane" in results:
             report.print_plane(results["plane"])
+        report.print_results(results, config, workdir, are_evaluated=True)
     return results
 
 

@@ -137,7 +137,7 @@ def print_results(
     for name, value in rows(results, config, workdir):
         table.add_row(name, rich.text.Text(value))
     files = ["report.html", "config.json", "metrics.jsonl", "tensorboard", "samples.txt"]
-    files.append("evaluations.jsonl")
+    files += ["evaluations.jsonl", "plane.png"]
     files = [name for name in files if (workdir.path / name).exists()]
     table.add_row("files", rich.text.Text(f"{workdir.path}/: {', '.join(files)}"))
     path = shlex.quote(str(workdir.path))

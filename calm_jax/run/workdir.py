@@ -231,8 +231,9 @@ class Workdir:
             then = stored.get(split, now)
             if then != now:
                 return (
-                    f"{path}: the {split} text has changed since the run began ({_size(then)} then, {_size(now)} now; "
-                    "Python's standard library, if the run trains on it, differs between versions of Python)"
+                    f"{path}: the {split} text is not the one that the run began with ({_size(then)} then, {_size(now)} now); "
+                    "files or keys of data have changed, such as data.validation_files, without which some of the train text is "
+                    "held out, or the version of Python, whose standard library differs"
                 )
         return ""
 

@@ -10,6 +10,8 @@ from calm_jax.sampling import temperature as law
 _MOST_DRAWS, MOST_COMPARED = 2**24, 4096
 # The most candidates that can be returned with each chunk (`shown_candidates`).
 _MOST_SHOWN = 64
+# From here on the likeliest tokens of the token prior are certain; scaled logits stay far below the largest float32.
+_LARGEST_SCALE = 1e6
 # Samplers that make `num_candidates` draws for each chunk; the others make as many as they need, up to `max_draws`.
 FIXED_POOL = ("batch", "published")
 
@@ -57,9 +59,9 @@ class SamplerConfig:
             raise UserError(
                 f"shown_candidates={self.shown_candidates} must be from 0 to {_MOST_SHOWN}"
             )
-        if not 0 <= self.token_prior_scale < math.inf:
+        if not 0 <= self.token_prior_scale <= _LARGEST_SCALE:
             raise UserError(
-                f"token_prior_scale={self.token_prior_scale:g} must be at least 0 and finite"
+                f"token_prior_scale={self.token_prior_scale:g} must be from 0 to {_LARGEST_SCALE:g}"
             )
         # The samplers of a single pool compare all its draws in pairs.
         name = "num_candidates" if self.sampler in FIXED_POOL else "max_draws"

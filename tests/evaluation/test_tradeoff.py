@@ -162,8 +162,15 @@ def test_ways_leave_out_temperatures_that_a_sampler_does_not_take(capsys):
     shown = dataclasses.replace(sampler, shown_candidates=3)
     assert tradeoff.ways(config, shown, has_autoencoder=True) == chosen
     hot = dataclasses.replace(config, temperatures=(1.5,))
-    with pytest.raises(UserError, match=r"temperature=1\.5"):
+    with pytest.raises(UserError, match=r"^eval\.temperatures=\(1\.5,\): temperature=1\.5 must"):
         tradeoff.ways(hot, sampler, has_autoencoder=True)
+    few = dataclasses.replace(sampler, max_draws=1)
+    with pytest.raises(UserError, match=r"^eval\.temperatures=\(0\.5,\): max_draws=1 must be"):
+        tradeoff.ways(
+            dataclasses.replace(config, temperatures=(0.5,), samplers=("pooled",)),
+            few,
+            has_autoencoder=True,
+        )
 
 
 @pytest.mark.slow

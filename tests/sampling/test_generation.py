@@ -51,7 +51,7 @@ BAD = {
     "max_draws": (0, -1, 2**40),
     "draws_at_once": (0, -1),
     "shown_candidates": (-1, 65),
-    "token_prior_scale": (-1.0, float("inf"), float("nan")),
+    "token_prior_scale": (-1.0, 1.1e6, float("inf"), float("nan")),
     "top_p": (0.0, 1.1, float("nan")),
     "max_tokens": (0, -5),
     "stop": (("",), ("x", ""), "x"),
