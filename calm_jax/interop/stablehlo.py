@@ -1,7 +1,7 @@
 """Writes the generation of a run's model as StableHLO, a program that JAX runs without calm_jax.
 
     python -m calm_jax.interop.stablehlo --workdir=DIR --target=OUT [--batch=1] [--prompt_chunks=16] [--new_chunks=16]
-        [--temperature=1] [--platforms=cpu,cuda,tpu]
+        [--temperature=T] [--platforms=cpu,cuda,tpu]
 
 OUT gets generate.stablehlo (of `jax.export`), parameters.npz and program.json, which describes arguments and results. Shapes
 are fixed: B prompts of up to L chunks of K tokens, and S new chunks. docs/checkpoints.md has a program that loads OUT. The
