@@ -8,7 +8,6 @@ B rows; a pool is N independent draws for a row; c is the count of a draw's chun
 coefficient. `1/T = s = n + a` with n a whole number and 0 <= a < 1.
 """
 
-import functools
 import math
 
 import chex
@@ -70,24 +69,27 @@ def _log_binomial(top: np.ndarray, bottom: np.ndarray, least: np.ndarray) -> np.
     return np.where(inside, value, -np.inf)
 
 
-@functools.lru_cache
-def _weight_tables(whole: int, fraction: float, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two tables of logarithms, float64 [whole + 1, most + 1]: rows are levels m, columns counts c; s = m + a.
+def _weight_tables(
+    whole: int, fraction: float, most: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Three tables of logarithms over counts c, float64 [most + 1]; n = `whole`, s = n + a.
 
-    The first is a chunk's weight: C(c, s) for c > m, `(1-a)^2 C(c, s)` at c = m, 0 below. The factor at c = m makes
-    the rule continuous in T; the square is fitted, not derived. The second is the weight that the chunk keeps when the
-    chosen copies are left out of the pool: C(c-s, s).
+    The first is the weight of a chunk at level n: C(c, s) for c > n, `(1-a)^2 C(c, s)` at c = n, 0 below. The factor at
+    c = n makes the rule continuous in T; the square is fitted, not derived. The second is the weight that the chunk keeps
+    when the chosen copies are left out of the pool: C(c-s, s). The third is the weight at the lower levels m, where m
+    is the largest count, so that only chunks with c = m have a weight: `(1-a)^2 C(c, c+a)`.
     """
-    level, count = np.arange(whole + 1.0)[:, None], np.arange(most + 1.0)
-    exponent = level + fraction
-    weight = _log_binomial(count, exponent, least=level)
-    weight += np.where(count == level, 2 * math.log1p(-fraction), 0)
+    count, exponent = np.arange(most + 1.0), np.asarray(whole + fraction)
+    at_level = 2 * math.log1p(-fraction)
+    weight = _log_binomial(count, exponent, least=np.asarray(whole))
+    weight += np.where(count == whole, at_level, 0)
     # C(c-s, s) falls smoothly to 0 at a pole of the Gamma function in its denominator; below the pole it is set to 0.
     above_pole = count - 2 * exponent + 1
     inside = above_pole > 0
     above_pole = np.where(inside, above_pole, 1)
     left = _log_gamma(above_pole + exponent) - _log_gamma(exponent + 1) - _log_gamma(above_pole)
-    return weight, np.where(inside, left, -np.inf)
+    lower = _log_binomial(count, count + fraction, least=count) + at_level
+    return weight, np.where(inside, left, -np.inf), lower
 
 
 def groups(count_BN: Array, n: int) -> Array:
@@ -119,20 +121,23 @@ def log_weights(count_BN: Array, temperature: float, leave_out: bool) -> tuple[A
         in the place of n.
     """
     whole, fraction = split_exponent(temperature)
-    num_draws = count_BN.shape[1]
-    tables = _weight_tables(min(whole, num_draws), fraction, num_draws)
-    weight_table, left_table = (jnp.asarray(table, float) for table in tables)
+    tables = _weight_tables(whole, fraction, count_BN.shape[1])
+    weight_BN, left_BN, lower_BN = (jnp.asarray(table, float)[count_BN] for table in tables)
     level_B = jnp.minimum(whole, count_BN.max(-1))
+    level_B1 = level_B[:, None]
+    lower_BN = jnp.where(count_BN == level_B1, lower_BN, -jnp.inf)
+    weight_BN = jnp.where(level_B1 == whole, weight_BN, lower_BN)
+    # At a lower level all copies of a chunk are left out together, so that it keeps no weight.
+    left_BN = jnp.where(level_B1 == whole, left_BN, -jnp.inf)
     once_BN = jnp.maximum(count_BN, 1)
-    weight_BN = weight_table[level_B[:, None], count_BN]
     if leave_out:
         # Relative to the row's largest weight, so that nothing overflows.
         largest_B1 = weight_BN.max(-1, keepdims=True)
         relative_BN = jnp.exp(weight_BN - largest_B1)
         sum_B1 = (relative_BN / once_BN).sum(-1, keepdims=True)
-        left_BN = jnp.exp(left_table[level_B[:, None], count_BN] - largest_B1)
         others_BN = jnp.maximum(sum_B1 - relative_BN, 0)
-        weight_BN -= jnp.log(jnp.exp(-largest_B1) + others_BN + left_BN)
+        kept_BN = jnp.exp(left_BN - largest_B1)
+        weight_BN -= jnp.log(jnp.exp(-largest_B1) + others_BN + kept_BN)
     return weight_BN - jnp.log(once_BN), level_B
 
 

@@ -415,6 +415,16 @@ def test_tiny_temperatures_take_the_most_frequent_chunk(tiny, leave_out):
     assert counts_law((2, 3, 1), tiny, leave_out).tolist() == [0, 1, 0]
 
 
+@pytest.mark.parametrize("temperature_", [1 / 2, 0.0021])
+def test_the_tables_of_a_pool_grow_with_its_draws_and_not_with_their_square(temperature_):
+    """At every temperature: a compiled program holds the tables, and a server compiles for those that clients ask for."""
+    traced = jax.make_jaxpr(lambda count_BN: temperature.log_weights(count_BN, temperature_, True))(
+        np.ones((1, 1000), np.int32)
+    )
+    sizes = [np.size(table) for table in traced.consts]
+    assert sizes and max(sizes) <= 1001 and sum(sizes) <= 3 * 1001
+
+
 @pytest.mark.parametrize("leave_out", [False, True])
 def test_draws_with_count_0_are_not_chosen(leave_out):
     """At any place in the pool; the other draws have the distribution of a pool without them."""
