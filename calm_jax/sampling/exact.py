@@ -99,14 +99,13 @@ def pooled(
             latent=take_draw(latent_GNZ, index_G),
             draws=found.draws + size,
             decoded=found.decoded + counted.decoded,
-            exact=emitted_G,
             level=jnp.minimum(found.level + ~emitted_G, last),
             rounds=found.rounds + 1,
             candidates=most_drawn(latent_GNZ, counted.count, counted.is_first, config),
         )
         if not a:
-            return found._replace(done=found.exact)
-        return accept_fraction(model, h_GD, fraction_key_G, found, a, block, budget)
+            return found._replace(exact=emitted_G, done=emitted_G)
+        return accept_fraction(model, h_GD, fraction_key_G, found, emitted_G, a, block, budget)
 
     def try_all(found: Search) -> Search:
         for level, size in enumerate(sizes):
@@ -131,6 +130,7 @@ def accept_fraction(
     h_GD: Array,
     key_G: Array,
     found: Search,
+    emitted_G: Array,
     a: float,
     block: int,
     budget: int,
@@ -144,7 +144,8 @@ def accept_fraction(
         model: the model's `ChunkModel` interface.
         h_GD: hidden states of the rows.
         key_G: one key per row.
-        found: the searches; rows with `exact` set have a candidate, `latent`, with the distribution p^n.
+        found: the searches, none of which is exact yet.
+        emitted_G: bool, the rows that have a candidate: `latent`, with the distribution p^n.
         a: the fraction, in (0, 1).
         block: how many draws are made at once.
         budget: the most draws that a row's whole search may make.
@@ -184,11 +185,8 @@ def accept_fraction(
         )
         return found, goes_on_G & ~is_over_G, made
 
-    searching_G = found.exact
-    found = found._replace(
-        exact=jnp.zeros_like(found.exact), decoded=found.decoded + chunk_size * found.exact
-    )
-    return jax.lax.while_loop(searching, search, (found, searching_G, jnp.int32(0)))[0]
+    found = found._replace(decoded=found.decoded + chunk_size * emitted_G)
+    return jax.lax.while_loop(searching, search, (found, emitted_G, jnp.int32(0)))[0]
 
 
 def _undecided(is_over_B: Array, a: float, key_B: Array) -> Array:

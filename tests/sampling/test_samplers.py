@@ -166,14 +166,21 @@ def test_the_fraction_step_accepts_a_chunk_with_probability_p_to_the_a(prob, a):
     rows, model = 8000, known_model((prob, 1 - prob))
     h_B1, key_B = jnp.zeros((rows, 1)), jax.random.split(jax.random.key(2), rows)
     found = search.new_search(model, h_B1, key_B, np.ones(rows, bool), config_of(0.5, "rejection"))
-    found = found._replace(exact=jnp.ones(rows, bool))
-    accepted = jax.jit(lambda found: exact.accept_fraction(model, h_B1, key_B, found, a, 8, 10**6))(
-        found
-    )
-    test = scipy.stats.binomtest(int(accepted.exact.sum()), rows, prob**a)
+    # Every fifth row has no candidate.
+    emitted_B = np.arange(rows) % 5 > 0
+
+    @jax.jit
+    def accept(found):
+        return exact.accept_fraction(model, h_B1, key_B, found, emitted_B, a, 8, 10**6)
+
+    accepted = jax.device_get(accept(found))
+    test = scipy.stats.binomtest(int(accepted.exact.sum()), int(emitted_B.sum()), prob**a)
     assert test.pvalue > FALSE_ALARM
+    np.testing.assert_array_equal(accepted.done, accepted.exact)
     np.testing.assert_array_equal(accepted.latent, found.latent)
-    assert (np.asarray(accepted.draws) % 8 == 0).all() and (np.asarray(accepted.draws) > 0).all()
+    assert (accepted.draws % 8 == 0).all()
+    np.testing.assert_array_equal(accepted.draws > 0, emitted_B)
+    assert not accepted.exact[~emitted_B].any()
 
 
 # --- Approximate samplers -----------------------------------------------------------------------
