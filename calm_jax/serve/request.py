@@ -179,8 +179,16 @@ def load(body: bytes) -> dict[str, Any]:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in fields:
+                raise RequestError(400, f"the field {name!r} is given twice: give it once")
+            fields[name] = value
+        return fields
+
     try:
-        fields = json.loads(body, parse_constant=refuse)
+        fields = json.loads(body, parse_constant=refuse, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not JSON: {error}") from error
     if not isinstance(fields, dict):

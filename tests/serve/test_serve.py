@@ -331,6 +331,11 @@ DEEP = b'{"prompt": ' + 4000 * b"[" + 4000 * b"]" + b"}"
         ({"prompt": "a", "echo": True}, "echo is not supported"),
         ({"prompt": "a", "best_of": 3}, "best_of is not supported"),
         ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias is not supported"),
+        (b'{"prompt": "a", "n": 1, "n": 2}', "the field 'n' is given twice"),
+        (
+            b'{"prompt": "a", "stream_options": {"include_usage": true, "include_usage": false}}',
+            "the field 'include_usage' is given twice",
+        ),
         (b'{"prompt": "a", "\\ud800": 3}', "unknown field '\\ud800'"),
         ({"prompt": "a", "x" * 9000: 3}, "unknown field 'xxx"),
         ({"prompt": "a", "max_token": 3}, "unknown field 'max_token': did you mean 'max_tokens'?"),
