@@ -76,7 +76,7 @@ def complete_chunk(
         model: the model's `ChunkModel` interface.
         h_BD: hidden states.
         key_B: one key per row.
-        active_B: bool; the other rows get an undefined chunk at no cost.
+        active_B: bool; the other rows get an undefined chunk, and nothing is drawn for them.
         config: the temperature and the budget `max_draws`. The scale of the model's token prior is not used: the model has it
             already.
         prefix: the given tokens.

@@ -93,7 +93,8 @@ def sample_chunk(
         model: the model's `ChunkModel` interface.
         h_BD: hidden states.
         key_B: one key per row.
-        active_B: bool; the other rows get an undefined chunk at no cost.
+        active_B: bool; the other rows get an undefined chunk, and samplers that draw pools draw none for them. Where
+            every row takes one draw (T = 1, softmax heads, "noise"), theirs is computed too, but not counted.
         config: the temperature, the sampler and its budget, and the scale of the model's token prior.
 
     Returns:
