@@ -164,7 +164,7 @@ class UnslicedLayer(NamedTuple):
     """One layer's view of a cache for one new chunk per row, for CPUs: it reads only blocks of places that hold chunks.
 
     XLA's CPU backend copies the slice of a layer, with all its places, before each product. This class reads a block of places
-    at a time, and stops after the last block that any row has written to. In programs with the options of
+    at a time, and stops after the last block of the row with the most chunks, for all rows. In programs with the options of
     `calm_jax.sampling.decode` it copies a block only for more than `_MOST_ELEMENTWISE` query heads per key-value head.
 
     Attributes:

@@ -293,9 +293,14 @@ def decode(
 ) -> tuple[State, Sampled]:
     """`generate_chunks` by `sample_chunk`, compiled; the buffers of `state` are donated.
 
-    A row's random keys depend only on its own key and on how many chunks it has.
+    A row's random keys depend only on its own key and on how many chunks it has. The cache of a row that has ended before
+    is overwritten.
     """
     model, began_B = bind(params, frozen), state.began
+    # All rows advance together. Rows that have ended begin again with an empty cache, because on CPUs all rows cost as much
+    # as the longest one (`UnslicedLayer`).
+    length_B = jnp.where(state.ended, 0, state.cache.length)
+    state = state._replace(cache=state.cache._replace(length=length_B))
 
     def next_chunk(h_BD: Array, step: Array, active_B: Array) -> Sampled:
         step_key_B = jax.vmap(jax.random.fold_in)(key_B, step - began_B)

@@ -418,6 +418,22 @@ def test_every_step_of_every_row_has_its_own_random_numbers():
     np.testing.assert_array_equal(parts, chunks.tokens)
 
 
+def test_rows_that_have_ended_do_not_make_the_others_read_a_longer_cache():
+    """On CPUs every row costs as much as the one with the most chunks in its cache, so ended rows must have few."""
+    prompt_BLK, length_B = ragged_prompts(3)
+    key_B = jax.random.split(jax.random.key(0), 3)
+    state = started(bind_random, prompt_BLK, length_B)
+    cache = state.cache._replace(length=state.cache.length.at[1].set(SIZE))
+    state = state._replace(cache=cache, ended=jnp.array([False, True, False]))
+    state, chunks = gone_on(bind_random, state, key_B, limit=3, eos_id=-1)
+    assert state.cache.length.tolist() == [length_B[0] + 3, 3, length_B[2] + 3]
+    _, expected = gone_on(
+        bind_random, started(bind_random, prompt_BLK, length_B), key_B, limit=3, eos_id=-1
+    )
+    for row in (0, 2):
+        np.testing.assert_array_equal(chunks.tokens[row], expected.tokens[row])
+
+
 def test_nothing_is_drawn_for_rows_that_have_ended():
     prompt_BLK, length_B = ragged_prompts(3)
     key_B = jax.random.split(jax.random.key(0), 3)
