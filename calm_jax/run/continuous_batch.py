@@ -100,7 +100,11 @@ class ContinuousBatch:
         self._reset()
 
     def _reset(self) -> None:
-        """Drops the KV cache once no prompt is running. Its size and the sampler are chosen anew for the prompts that wait."""
+        """Drops the KV cache. The sampler and the size of the next cache are those of the prompts that wait.
+
+        Until then a cache only grows: texts that run with or after a long one use its large cache, all of which attention
+        reads on GPUs and TPUs. On CPUs attention reads only the blocks that hold chunks.
+        """
         self._state: State | None = None
         self._cache_size = max(map(self._cache_size_of, self._waiting), default=0)
         self._num_steps = 0
@@ -130,6 +134,7 @@ class ContinuousBatch:
     def cancel(self, row: Row) -> None:
         """Ends a text, whose `finish` becomes "cancelled"; nothing more is computed for it."""
         row.continuation.finish = row.continuation.finish or "cancelled"
+        self._free_places()
 
     def step(self, most: int = CHUNKS_PER_CALL) -> list[Piece]:
         """Gives free places to waiting prompts, and generates up to `most` chunks for all that have a place, at most
@@ -140,18 +145,23 @@ class ContinuousBatch:
         """
         mesh = contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
         with mesh:
-            return self._fill() + self._decode(most)
+            pieces = self._fill() + self._decode(most)
+        self._free_places()
+        return pieces
+
+    def _free_places(self) -> None:
+        """Frees the places of texts that have ended, and drops the KV cache if no text is left."""
+        self._rows = [row if row and not row.continuation.finish else None for row in self._rows]
+        if not any(self._rows):
+            self._reset()
 
     def _fill(self) -> list[Piece]:
         """Gives free places to waiting rows. Returns the pieces of prompts' last chunks that alignment "match" completed."""
         pieces: list[Piece] = []
         while True:
-            self._rows = [
-                row if row and not row.continuation.finish else None for row in self._rows
-            ]
+            # Also after `_place`, which may have completed all texts that it took: then the next ones may have another sampler.
+            self._free_places()
             free = [place for place, row in enumerate(self._rows) if row is None]
-            if len(free) == len(self._rows):
-                self._reset()
             taken = self._take(len(free))
             if not taken:
                 return pieces

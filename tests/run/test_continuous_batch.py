@@ -108,6 +108,32 @@ def test_a_text_is_the_same_in_every_batch_and_whenever_its_prompt_comes(case):
 
 
 @pytest.mark.slow
+def test_an_idle_batch_holds_no_cache():
+    """Whether its texts were finished or cancelled; a server may wait for the next request for hours."""
+    generator = tiny().generator()
+    options = dataclasses.replace(generator.options, max_tokens=16, temperature=1.0)
+
+    def held() -> int:
+        """Bytes of the arrays that exist now and did not exist before the batch."""
+        return sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)
+
+    before = {id(x) for x in jax.live_arrays()}
+    batch = generator.batch(2)
+    for ends_by_cancelling in (False, True):
+        rows = generator.rows(["a", "b"], options, 0)
+        for row in rows:
+            batch.submit(row)
+        batch.step(1)
+        assert held() > 10_000
+        if ends_by_cancelling:
+            for row in rows:
+                batch.cancel(row)
+        else:
+            run_all(batch)
+        assert batch.is_idle and held() < 1000
+
+
+@pytest.mark.slow
 def test_prompts_with_another_sampler_wait_and_those_behind_them_too():
     generator = tiny().generator()
     cold = dataclasses.replace(generator.options, max_tokens=8, temperature=0.5, sampler="batch")
@@ -217,6 +243,8 @@ for sizes in (None, (2, 2, 1), (1, 2, 2)):
     while not batch.is_idle:
         batch.step(4)
         state = batch._state
+        if state is None:
+            continue
         shards.add((state.h.shape, state.h.sharding.shard_shape(state.h.shape)))
         key = state.cache.key
         shards.add((key.shape[1:3], key.sharding.shard_shape(key.shape)[1:3]))
