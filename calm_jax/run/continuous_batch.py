@@ -67,7 +67,7 @@ class ContinuousBatch:
 
     A continuation depends on its `Row` alone (seed, index, prompt and options), not on the other prompts, the place or the
     number of places. Prompts get places in the order of submission. A compiled program draws with one `SamplerConfig`, so
-    a prompt with another one, and all prompts behind it, wait until the prompts before it are finished.
+    a prompt with another `batch_config`, and all prompts behind it, wait until the prompts before it are finished.
 
     On a mesh the places are split over its `data` and `fsdp` axes. With several processes, all must make the same calls.
     """
@@ -174,12 +174,12 @@ class ContinuousBatch:
         while self._waiting and len(taken) < most:
             row = self._waiting[0]
             if not row.continuation.finish:
-                if self._config not in (None, row.options.sampler_config):
+                if self._config not in (None, row.options.batch_config):
                     break
                 length = max(length, padded_length(row.prompt_chunks))
                 if taken and (len(taken) + 1) * length > CHUNKS_READ_TOGETHER:
                     break
-                self._config = row.options.sampler_config
+                self._config = row.options.batch_config
                 row.began = time.monotonic()
                 taken.append(row)
             self._waiting.popleft()

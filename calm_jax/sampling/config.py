@@ -143,3 +143,15 @@ class SampleConfig(SamplerConfig):
         """The options that decide how one chunk is drawn; compiled programs depend on no others."""
         names = [field.name for field in dataclasses.fields(SamplerConfig)]
         return SamplerConfig(**{name: getattr(self, name) for name in names})
+
+    @property
+    def batch_config(self) -> SamplerConfig:
+        """`sampler_config` with one value for the options that change no text at this temperature.
+
+        Texts share a batch and its compiled programs if this is equal. At T = 1 every sampler is one draw of the model.
+        `max_draws` is kept, because `prompt_alignment="match"` reads it at every temperature.
+        """
+        config = self.sampler_config
+        if self.temperature == 1:
+            config = dataclasses.replace(config, sampler="noise", num_candidates=1)
+        return config

@@ -138,7 +138,7 @@ class Engine:
                         else:
                             self._batch.submit(row)
                             jobs[id(row.continuation)] = job
-                            seen.add(row.options.sampler_config)
+                            seen.add(row.options.batch_config)
             except queue.Empty:
                 pass
             if len(seen) > _MOST_COMPILED:

@@ -108,6 +108,24 @@ def test_a_text_is_the_same_in_every_batch_and_whenever_its_prompt_comes(case):
 
 
 @pytest.mark.slow
+def test_at_temperature_1_prompts_with_other_samplers_do_not_wait():
+    generator = tiny().generator()
+    warm = dataclasses.replace(generator.options, max_tokens=8, temperature=1.0)
+    options = [dataclasses.replace(warm, sampler=name) for name in ("pooled", "batch", "growing")]
+    prompts = ["a", "b", "c"]
+    rows = [generator.rows(prompts, one, 0)[index] for index, one in enumerate(options)]
+    batch = generator.batch(3)
+    for row in rows:
+        batch.submit(row)
+    batch.step(1)
+    assert (batch.num_running, batch.num_waiting) == (3, 0)
+    run_all(batch)
+    for row, one in zip(rows, options, strict=True):
+        index = row.continuation.index
+        assert row.continuation.tokens == generator.generate(prompts, one)[index].tokens
+
+
+@pytest.mark.slow
 def test_an_idle_batch_holds_no_cache():
     """Whether its texts were finished or cancelled; a server may wait for the next request for hours."""
     generator = tiny().generator()

@@ -83,6 +83,17 @@ def test_the_static_config_of_compiled_programs_has_only_the_samplers_options():
         assert one != sample_config(**changes).sampler_config
 
 
+def test_options_that_change_no_text_at_temperature_1_do_not_divide_batches():
+    """At temperature 1 every sampler is one draw; "match" reads `max_draws` at every temperature."""
+    warm = sample_config(temperature=1.0)
+    for changes in ({"sampler": "pooled"}, {"sampler": "rejection", "num_candidates": 9}):
+        assert dataclasses.replace(warm, **changes).batch_config == warm.batch_config
+        cold = dataclasses.replace(warm, temperature=0.5, **changes)
+        assert cold.batch_config == cold.sampler_config
+    for changes in ({"max_draws": 17}, {"top_p": 0.9}, {"shown_candidates": 2}):
+        assert dataclasses.replace(warm, **changes).batch_config != warm.batch_config
+
+
 # --- The loop, on a toy
 
 
