@@ -6,7 +6,6 @@ import os
 import pathlib
 from collections.abc import Iterator, Mapping
 
-import tensorboardX
 from absl import logging
 
 from calm_jax.cli.files import (
@@ -19,6 +18,7 @@ from calm_jax.cli.files import (
 )
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
+from calm_jax.training.events import EventFile
 
 
 class MetricsLog:
@@ -34,7 +34,7 @@ class MetricsLog:
     def __init__(self, folder: pathlib.Path):
         self._path = folder / "metrics.jsonl"
         self._events_folder = folder / "tensorboard"
-        self._events: dict[str, tensorboardX.SummaryWriter] = {}
+        self._events: dict[str, EventFile] = {}
         records, damaged = read_with_damage(self._path)
         self._is_damaged, self._is_kept = bool(damaged), False
         self.records: list[dict] = multihost.broadcast(records)
@@ -122,17 +122,14 @@ class MetricsLog:
             return
         with os_errors(self._path, "written"):
             append_line(self._path, json.dumps(record))
-            events = self._open_events(stage)
-            for name, value in numbers.items():
-                if value is not None:
-                    events.add_scalar(f"{split}/{name}", value, step)
-            events.flush()
+        scalars = {f"{split}/{name}": value for name, value in numbers.items() if value is not None}
+        with os_errors(self._events_folder, "written"):
+            self._open_events(stage).write(step, scalars)
 
-    def _open_events(self, stage: str, purge_step: int | None = None) -> tensorboardX.SummaryWriter:
+    def _open_events(self, stage: str, purge_step: int | None = None) -> EventFile:
         if stage not in self._events:
-            folder = str(self._events_folder / stage)
             with os_errors(self._events_folder, "written"):
-                self._events[stage] = tensorboardX.SummaryWriter(folder, purge_step=purge_step)
+                self._events[stage] = EventFile(self._events_folder / stage, purge_step)
         return self._events[stage]
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tensorboardX
 
 from calm_jax.cli import files
 from calm_jax.errors import UserError
@@ -23,7 +22,6 @@ from calm_jax.training import checkpoint, checkpoint_files, late_errors
 from calm_jax.training.checkpoint import Checkpointer, load_params
 from calm_jax.training.checkpoint_files import latest_step
 from calm_jax.training.checksums import checksums
-from calm_jax.training.log import MetricsLog
 from tests.simulated_devices import run_program
 
 # Of more than one block, of parts of a block, and with as few axes and elements as there can be.
@@ -364,17 +362,6 @@ def test_a_save_that_fails_while_the_run_closes_is_one_line(tmp_path, monkeypatc
                 checkpointer.save(20, tree, tree, {})
                 with pytest.raises(UserError, match=r"No space .* the last good one is of step 10"):
                     end(checkpointer)
-
-
-def test_metrics_that_do_not_fit_on_the_disk_are_one_line(tmp_path, monkeypatch):
-    log = MetricsLog(tmp_path)
-    log.write("lm", "train", 1, {"loss": 1.0})
-    monkeypatch.setattr(tensorboardX.SummaryWriter, "flush", full_disk)
-    with pytest.raises(UserError, match=r"metrics.jsonl cannot be written: No space"):
-        log.write("lm", "train", 2, {"loss": 1.0})
-    monkeypatch.setattr(tensorboardX.SummaryWriter, "close", full_disk)
-    with pytest.raises(UserError, match=r"tensorboard cannot be written: No space"):
-        log.close()
 
 
 def test_only_numbers_name_checkpoints_and_an_unreadable_folder_is_not_an_empty_one(tmp_path):
