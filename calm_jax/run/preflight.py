@@ -94,14 +94,14 @@ def _find_sources(
       tokenizer: this run's; None if it is not known yet, which leaves out the check that configs and tokenizers fit.
     """
 
-    def has(stage: str) -> bool:
-        return not fresh and checkpoint_files.latest_step(workdir.checkpoints(stage)) is not None
+    def has(folder: pathlib.Path) -> bool:
+        return not fresh and checkpoint_files.latest_step(folder) is not None
 
     initial = autoencoder = None
     to_begin = [
         stage
         for stage in config.stages
-        if fresh or not (has(stage) or workdir.initial(stage).exists())
+        if not (has(workdir.checkpoints(stage)) or has(workdir.initial(stage)))
     ]
     if config.init_from and to_begin:
         if not config.data.train_files:
@@ -110,7 +110,7 @@ def _find_sources(
                 f"--config.data.train_files={STANDARD_LIBRARY} for Python's standard library"
             )
         initial = _open_source("init_from", config.init_from, to_begin, workdir)
-    if config.autoencoder_source and not has("autoencoder"):
+    if config.autoencoder_source and not has(workdir.checkpoints("autoencoder")):
         key = "autoencoder.checkpoint" if config.autoencoder.checkpoint else "init_from"
         autoencoder = _open_source(key, config.autoencoder_source, ["autoencoder"], workdir)
         if tokenizer is not None:
@@ -352,8 +352,8 @@ def _check(
             workdir.import_autoencoder(autoencoder)
         if initial is not None:
             for name in config.stages:
-                has_begun = checkpoint_files.latest_step(workdir.checkpoints(name)) is not None
-                if not has_begun and not workdir.initial(name).exists():
+                folders = workdir.checkpoints(name), workdir.initial(name)
+                if not any(checkpoint_files.latest_step(folder) is not None for folder in folders):
                     workdir.import_initial(initial, name)
 
     def facts() -> dict[str, Any]:

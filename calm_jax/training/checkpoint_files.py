@@ -158,10 +158,11 @@ def _copy_file(source: pathlib.Path, copy: pathlib.Path, target: pathlib.Path) -
 
 
 def copy_latest(folder: pathlib.Path, target: pathlib.Path, leave_out: Collection[str]) -> None:
-    """Copies the latest checkpoint in `folder`, without its items of the names in `leave_out`, into the new folder `target`.
+    """Copies the latest checkpoint in `folder`, without its items of the names in `leave_out`, into `target`.
 
-    The copy is made beside `target`, synced to the disk and then renamed, so that `target` appears only when it is complete. A
-    training may write to `folder` meanwhile.
+    The copy is made beside `target`, synced to the disk and then moved there, so that it has its name only when it is complete.
+    `target` is made if it is missing; what is in it stays, such as a checkpoint that was put aside, except what killed saves left.
+    A training may write to `folder` meanwhile.
 
     Raises:
       UserError: if the checkpoint cannot be read, is deleted while it is being read, or cannot be written.
@@ -176,8 +177,9 @@ def copy_latest(folder: pathlib.Path, target: pathlib.Path, leave_out: Collectio
         if unfinished.is_symlink():
             unfinished.unlink()
         shutil.rmtree(unfinished, ignore_errors=True)
-        # A stage that was killed before its first checkpoint leaves a folder without one.
-        shutil.rmtree(target, ignore_errors=True)
+        # A stage that was killed before its first checkpoint leaves a part of it.
+        for part in target.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(part)
         (unfinished / str(step)).mkdir(parents=True)
     with errors_named(folder, step):
         entries = _entries(source)
@@ -199,5 +201,8 @@ def copy_latest(folder: pathlib.Path, target: pathlib.Path, leave_out: Collectio
                 raise ValueError(f"{name} changed while it was being copied")
     with os_errors(target, "written"):
         sync_tree(unfinished)
-        unfinished.rename(target)
+        target.mkdir(exist_ok=True)
+        (unfinished / str(step)).rename(target / str(step))
+        unfinished.rmdir()
+        sync(target)
         sync(target.parent)

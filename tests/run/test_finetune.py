@@ -18,6 +18,7 @@ from calm_jax.data.records import pack_completions, pack_records
 from calm_jax.data.tokenizers import ByteTokenizer
 from calm_jax.errors import UserError
 from calm_jax.parallel.mesh import make_mesh
+from calm_jax.run.preflight import _find_sources
 from calm_jax.run.workdir import Workdir, fingerprint
 from calm_jax.tasks.language_model import counted_chunks
 from calm_jax.training.checkpoint_files import latest_step
@@ -395,6 +396,26 @@ def test_a_device_in_the_source_is_not_copied_until_the_disk_is_full(tmp_path):
     (folder / "more").symlink_to("/dev/zero")
     with pytest.raises(UserError, match=r"/lm/12 is damaged \(\S+/more is no file\)"):
         workdir.import_initial(source, "lm")
+
+
+def test_initial_parameters_that_were_put_aside_are_copied_again(tmp_path):
+    """Also where the command was killed between making the folder and moving the copy there."""
+    source, workdir = Workdir(tmp_path / "source"), Workdir(tmp_path / "mine")
+    source.checkpoints("lm").joinpath("12").mkdir(parents=True)
+    (source.path / "config.json").touch()
+    tree = tiny_recipe.get_config("")
+    tree.stage, tree.init_from = "lm", str(source.path)
+    tree.data.train_files = STANDARD_LIBRARY
+    shutil.copytree(source.checkpoints("lm"), workdir.checkpoints("autoencoder"))
+    config, initial = resolve(tree), workdir.initial("lm")
+
+    def to_copy():
+        return _find_sources(config, workdir, fresh=False, tokenizer=None)[0]
+
+    for name, is_missing in (("12.damaged", True), ("12", False)):
+        assert to_copy().path == source.path
+        (initial / name).mkdir(parents=True)
+        assert (to_copy() is not None) == is_missing
 
 
 @pytest.mark.slow

@@ -236,6 +236,23 @@ def test_a_copy_of_a_checkpoint_is_synced_before_it_has_its_name(tmp_path, monke
     assert not (target / "20" / "training").exists()
 
 
+def test_a_copy_leaves_checkpoints_that_were_put_aside_where_they_are(tmp_path):
+    """Messages tell users to give a damaged checkpoint another name, in the folder to which it is then copied again."""
+    saved, target = save(tmp_path / "lm"), tmp_path / "autoencoder"
+    kept = {target / "500.damaged" / "params", target / "7.misnamed" / "params", target / "notes"}
+    for path in kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.parent.name)
+    killed = target / "600.orbax-checkpoint-tmp" / "params"
+    killed.mkdir(parents=True)
+    (killed / "part").touch()
+    checkpoint_files.copy_latest(tmp_path / "lm", target, leave_out=())
+    assert {path: path.read_text() for path in kept} == {path: path.parent.name for path in kept}
+    assert {path.name for path in target.iterdir()} == {"20", "500.damaged", "7.misnamed", "notes"}
+    assert same(load(target, saved[20]), saved[20])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["autoencoder", "lm"]
+
+
 def test_checkpoints_that_are_gone_leave_no_copy(tmp_path):
     """As where the source is overwritten while the text is read."""
     (tmp_path / "lm").mkdir()
