@@ -153,13 +153,18 @@ class Evaluator:
         indices = part_of(len(self._blocks), len(self._blocks) if part is None else part)
         # Parts are scored during training, which shows its own progress line.
         shown = part is None and multihost.is_primary()
-        total = None
+        total = pending = None
         size = self._batch_size
         mine = rows_here(size, self._mesh)
         with Countdown(f"{self._name}: evaluating", len(indices), "blocks", shown) as countdown:
             for batch, index in evaluation_batches(self._blocks, indices, size, mine):
                 placed = global_batch(batch | {"index": index}, size, self._mesh)
-                total = add_sums(total, self._sums(params, frozen, placed))
+                # The devices compute while the host waits for the batch before, and while it packs the next one.
+                started = self._sums(params, frozen, placed)
+                if pending is not None:
+                    total = add_sums(total, pending)
+                pending = started
                 countdown.add(size)
                 between()
+            total = add_sums(total, pending)
         return self._task.report(total)
