@@ -59,7 +59,8 @@ class _Manager(ocp.CheckpointManager):
 class Checkpointer:
     """The checkpoints of one stage, each a folder named by its step.
 
-    `save` returns once the arrays are copied off the devices. A checkpoint's folder gets its name only when it is complete
+    `save` waits until the arrays are computed, hashes them on the host (`checksums`), and returns once Orbax has copied them off
+    the devices; files are written while training goes on. A checkpoint's folder gets its name only when it is complete
     and its files are synced to the disk, so that neither a killed run nor a power cut leaves a partial checkpoint.
 
     Attributes:
@@ -161,17 +162,14 @@ class Checkpointer:
         }
         with errors_named(self.folder, self.latest_step):
             restored = self._manager.restore(self.latest_step, args=ocp.args.Composite(**items))
-            stored = _stored_checksums(self.about())
+            stored = _stored_checksums(_read_about(self.folder, self.latest_step))
         _check(self.folder, self.latest_step, stored, restored)
         return restored[_PARAMS], restored[_TRAINING]
 
     def about(self) -> dict:
         """The `about` that the latest checkpoint was saved with. Raises `UserError` if it cannot be read."""
-        items = ocp.args.Composite(**{_ABOUT: ocp.args.JsonRestore()})
         with errors_named(self.folder, self.latest_step):
-            about = self._manager.restore(self.latest_step, args=items)[_ABOUT]
-            _stored_checksums(about)
-            return about
+            return _read_about(self.folder, self.latest_step)
 
     def close(self) -> None:
         """Waits for a started save, and ends Orbax's threads. Raises `UserError` if the save failed."""
@@ -183,17 +181,23 @@ def _signed(about: dict, items: dict[str, Any]) -> dict:
     return about | {_CHECKSUMS: {name: checksums(tree) for name, tree in items.items()}}
 
 
-def _stored_checksums(about: Any) -> dict[str, dict[str, Any]]:
-    """The checksums in a checkpoint's `about`, by item and array. Raises `ValueError` if they are malformed.
-
-    Empty for checkpoints of earlier commits, which have no checksums.
-    """
+def _read_about(folder: pathlib.Path, step: int | None) -> dict:
+    """The item `about` of a checkpoint. Raises `ValueError` if it is malformed, and other errors if it cannot be read."""
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+        about = reader.restore(folder.resolve() / str(step) / _ABOUT)
     if not isinstance(about, dict):
         raise ValueError(f"{_ABOUT} is no JSON object")
-    stored = about.get(_CHECKSUMS, {})
+    stored, saved_as = _stored_checksums(about), about.get(_STEP, 0)
     if not isinstance(stored, dict) or not all(isinstance(one, dict) for one in stored.values()):
         raise ValueError(f"{_CHECKSUMS!r} in {_ABOUT!r} is malformed")
-    return stored
+    if type(saved_as) is not int or not 0 <= saved_as < 2**53:
+        raise ValueError(f"{_STEP!r} in {_ABOUT!r} is no step")
+    return about
+
+
+def _stored_checksums(about: dict) -> dict[str, dict[str, Any]]:
+    """The checksums in a checkpoint's `about`, by item and array; empty for checkpoints of earlier commits."""
+    return about.get(_CHECKSUMS, {})
 
 
 def _check(
@@ -270,16 +274,11 @@ def load_params(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:
     step = latest_step(folder)
     if step is None:
         raise UserError(f"{folder} holds no checkpoint: train first")
-    path = folder.resolve() / str(step)
     with errors_named(folder, step):
-        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-            about = reader.restore(path / _ABOUT)
-        stored = _stored_checksums(about)
-        is_step = type(about.get(_STEP, 0)) is int and 0 <= about.get(_STEP, 0) < 2**53
-        if not is_step:
-            raise ValueError(f"{_STEP!r} in {_ABOUT!r} is no step")
+        about = _read_about(folder, step)
         with ocp.StandardCheckpointer() as checkpointer:
-            params = checkpointer.restore(path / _PARAMS, sharded_shapes(like, mesh))
+            path = folder.resolve() / str(step) / _PARAMS
+            params = checkpointer.restore(path, sharded_shapes(like, mesh))
     check_step(folder, step, about.get(_STEP, step))
-    _check(folder, step, stored, {_PARAMS: params})
+    _check(folder, step, _stored_checksums(about), {_PARAMS: params})
     return params

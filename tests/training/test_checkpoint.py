@@ -417,8 +417,16 @@ def test_a_stored_step_that_is_none_is_damage(tmp_path, step):
     path = tmp_path / "lm" / "20" / "about" / "metadata"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"step": step}))
     damaged = r"^the checkpoint \S+/20 is damaged \('step' in 'about' is no step\); `mv "
-    with jax.set_mesh(mesh_of(1, 1, 1)), pytest.raises(UserError, match=damaged):
-        load_params(tmp_path / "lm", saved[20][0], mesh_of(1, 1, 1))
+    mesh, checkpointer = mesh_of(1, 1, 1), Checkpointer(tmp_path / "lm", 2)
+    with jax.set_mesh(mesh):
+        for read in (
+            lambda: load_params(tmp_path / "lm", saved[20][0], mesh),
+            checkpointer.about,
+            lambda: checkpointer.restore(*saved[20], mesh),
+        ):
+            with pytest.raises(UserError, match=damaged):
+                read()
+    checkpointer.close()
 
 
 def test_a_save_that_orbax_leaves_out_is_an_error(tmp_path):
