@@ -311,8 +311,9 @@ def product(
 ) -> jax.Array:
     """`lax.dot_general` of activations and a parameter, where the smaller of the two moves between devices.
 
-    If the parameter is at most as large as the activations, it is gathered, and gathered again in the backward pass.
-    Otherwise, and if the rows do not divide over the mesh, the compiler decides what moves.
+    If the parameter is at most as large as the activations, it is gathered. In a scan over layers it is gathered again in the
+    backward pass, so that no more than one layer's is whole at a time; outside of scans XLA merges both gathers into one, and
+    keeps the whole parameter in between. Otherwise, and if the rows do not divide over the mesh, the compiler decides what moves.
 
     Args:
       x: activations, sharded over their first axis.
