@@ -1,10 +1,11 @@
-"""Arms that compare the paper's loss with the quickstart's three losses, in runs of several lengths (docs/experiments.md).
+"""Arms that compare the paper's loss with the quickstart's three losses, in runs of several lengths, and both with few latent
+dimensions (docs/experiments.md).
 
     python -m benchmarks.learning --arms=benchmarks/longer_runs.py[:MULTIPLES[:FILES]] --folder=DIR --seeds=0
 
 The model is the standard small config (configs/bench_small.py), trained like `configs/quickstart.py:k=4`. MULTIPLES are
 numbers of that recipe's steps of stage 2, such as 1,4 (the default) or 16. FILES is `data.train_files`; without it the text is that
-of the quickstart.
+of the quickstart. The arms with 32 in their names have as many latent dimensions, and a warm-up of 300 steps.
 """
 
 from benchmarks.arms import PAPERS_LOSS, config_of
@@ -14,6 +15,11 @@ from configs import bench_small
 _AUTOENCODER = [
     "--config.autoencoder.random_chunks=0.0",
     "--config.autoencoder.training.num_steps=7000",
+]
+# The energy score and the token loss, without the decoded Brier loss.
+_TOKEN_LOSS = [
+    "--config.lm.head.decoded_brier_weight=0.0",
+    "--config.lm.head.decoded_brier_delay=0",
 ]
 
 
@@ -38,12 +44,16 @@ def get_arms(argument: str = "") -> dict[str, list[str]]:
     words = ["--config=configs/quickstart.py:k=4", *_standard_small()]
     if files:
         words.append(f"--config.data.train_files={files}")
-    arms = {"autoencoder": [*words, *_AUTOENCODER, "--config.stage=autoencoder"]}
+    few = [*words, "--config.autoencoder.model.latent_size=32"]
+    arms = {
+        "autoencoder": [*words, *_AUTOENCODER, "--config.stage=autoencoder"],
+        "autoencoder-32": [*few, *_AUTOENCODER, "--config.stage=autoencoder"],
+    }
     steps = config_of(words).lm.training.num_steps
-    words += [
-        "--config.autoencoder.checkpoint={autoencoder}",
-        "--config.autoencoder.min_accuracy=0.95",
-    ]
+    least = "--config.autoencoder.min_accuracy=0.95"
+    words += ["--config.autoencoder.checkpoint={autoencoder}", least]
+    few += ["--config.autoencoder.checkpoint={autoencoder-32}", least]
+    few += ["--config.lm.optimizer.warmup_steps=300"]
     for multiple in (multiples or "1,4").split(","):
         length = [
             f"--config.lm.training.num_steps={int(multiple) * steps}",
@@ -51,4 +61,6 @@ def get_arms(argument: str = "") -> dict[str, list[str]]:
         ]
         arms[f"paper-{multiple}"] = [*words, *length, *PAPERS_LOSS]
         arms[f"three-{multiple}"] = [*words, *length]
+        arms[f"paper-32-{multiple}"] = [*few, *length, *PAPERS_LOSS]
+        arms[f"token-32-{multiple}"] = [*few, *length, *_TOKEN_LOSS]
     return arms
