@@ -1,7 +1,7 @@
 """Training: one loop for every task.
 
 Begin with loop.py; step.py is one update, optimizer.py AdamW and its schedules; checkpoint.py saves and restores, and
-checkpoint_files.py knows the folders. log.py writes metrics, norms.py computes some of them. checksums.py finds damage in
-checkpoints; tensorstore_leak.py and late_errors.py work around two libraries. May import evaluation, tasks and everything
-below them, but no model: a `Task` has the model and its loss.
+checkpoint_files.py knows the folders. log.py writes metrics, events.py those for TensorBoard, and norms.py computes some of them.
+checksums.py finds damage in checkpoints; tensorstore_leak.py and late_errors.py work around two libraries. May import
+evaluation, tasks and everything below them, but no model: a `Task` has the model and its loss.
 """
