@@ -30,6 +30,14 @@ _BOTH = {
     "latent_size-16-warmup-300": ("latent_size-16", _STAGE_2["warmup-300"]),
     "latent_size-32-warmup-300": ("latent_size-32", _STAGE_2["warmup-300"]),
     "latent_size-64-warmup-300": ("latent_size-64", _STAGE_2["warmup-300"]),
+    "latent_size-32-constant-rate": (
+        "latent_size-32",
+        [*_STAGE_2["warmup-300"], *_STAGE_2["constant-rate"]],
+    ),
+    "latent_size-32-beta-1.5": (
+        "latent_size-32",
+        [*_STAGE_2["warmup-300"], *_STAGE_2["beta-1.5"]],
+    ),
     "latent_size-32-steps-2500": (
         "latent_size-32",
         ["--config.lm.optimizer.warmup_steps=600", "--config.lm.training.num_steps=2500"],
