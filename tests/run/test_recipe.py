@@ -437,7 +437,7 @@ def test_a_profiled_run_writes_its_trace_and_refuses_to_resume_on_changed_text(t
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
     (tmp_path / "text" / "0.txt").write_text("something else " * 100)
     error = train(glob, tmp_path / "run", "--config.stage=autoencoder", status=2)
-    assert "text has changed" in error
+    assert "train text is not the one that the run began with" in error
     train(glob, tmp_path / "run", *options, "--overwrite")
 
 
