@@ -17,10 +17,7 @@ _AUTOENCODER = [
     "--config.autoencoder.training.num_steps=7000",
 ]
 # The energy score and the token loss, without the decoded Brier loss.
-_TOKEN_LOSS = [
-    "--config.lm.head.decoded_brier_weight=0.0",
-    "--config.lm.head.decoded_brier_delay=0",
-]
+_TOKEN_LOSS = ["--config.lm.head.decoded_brier_weight=0.0"]
 
 
 def _standard_small() -> list[str]:

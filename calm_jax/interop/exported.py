@@ -25,7 +25,6 @@ from calm_jax.models.heads.softmax import SoftmaxHeadConfig
 from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.run.workdir import Workdir
 from calm_jax.tasks import AutoencoderTask, LmTask
-from calm_jax.training import checkpoint_files
 
 # The subfolder of an exported language model that holds its autoencoder.
 AUTOENCODER_FOLDER = "autoencoder"
@@ -87,7 +86,7 @@ def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
     """
     config, tokenizer = workdir.config, workdir.tokenizer
     has_lm = workdir.has_lm
-    if not has_lm and checkpoint_files.latest_step(workdir.checkpoints("autoencoder")) is None:
+    if not has_lm and not workdir.has_checkpoint("autoencoder"):
         raise UserError(f"{workdir.path} holds no trained model: train first")
     values = (
         published.lm_values(config, tokenizer, ae_path)

@@ -76,7 +76,7 @@ def _open_source(key: str, name: str, stages: Sequence[str], workdir: Workdir) -
     if not source.exists:
         raise UserError(f"{key}={name!r} is no workdir")
     for stage in stages:
-        if checkpoint_files.latest_step(source.checkpoints(stage)) is None:
+        if not source.has_checkpoint(stage):
             what = "autoencoder" if stage == "autoencoder" else "language model"
             raise UserError(f"{key}={name!r} has no trained {what}")
     return source
@@ -94,15 +94,8 @@ def _find_sources(
       tokenizer: this run's; None if it is not known yet, which leaves out the check that configs and tokenizers fit.
     """
 
-    def has(folder: pathlib.Path) -> bool:
-        return not fresh and checkpoint_files.latest_step(folder) is not None
-
     initial = autoencoder = None
-    to_begin = [
-        stage
-        for stage in config.stages
-        if not (has(workdir.checkpoints(stage)) or has(workdir.initial(stage)))
-    ]
+    to_begin = [stage for stage in config.stages if fresh or not workdir.has_parameters(stage)]
     if config.init_from and to_begin:
         if not config.data.train_files:
             raise UserError(
@@ -110,7 +103,7 @@ def _find_sources(
                 f"--config.data.train_files={STANDARD_LIBRARY} for Python's standard library"
             )
         initial = _open_source("init_from", config.init_from, to_begin, workdir)
-    if config.autoencoder_source and not has(workdir.checkpoints("autoencoder")):
+    if config.autoencoder_source and (fresh or not workdir.has_checkpoint("autoencoder")):
         key = "autoencoder.checkpoint" if config.autoencoder.checkpoint else "init_from"
         autoencoder = _open_source(key, config.autoencoder_source, ["autoencoder"], workdir)
         if tokenizer is not None:
@@ -352,8 +345,7 @@ def _check(
             workdir.import_autoencoder(autoencoder)
         if initial is not None:
             for name in config.stages:
-                folders = workdir.checkpoints(name), workdir.initial(name)
-                if not any(checkpoint_files.latest_step(folder) is not None for folder in folders):
+                if not workdir.has_parameters(name):
                     workdir.import_initial(initial, name)
 
     def facts() -> dict[str, Any]:

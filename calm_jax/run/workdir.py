@@ -156,10 +156,18 @@ class Workdir:
     def checkpoints(self, stage: str) -> pathlib.Path:
         return self.path / stage
 
+    def has_checkpoint(self, stage: str) -> bool:
+        return checkpoint_files.latest_step(self.checkpoints(stage)) is not None
+
+    def has_parameters(self, stage: str) -> bool:
+        """Whether there is a checkpoint of a stage, or the initial parameters that it begins with."""
+        initial = checkpoint_files.latest_step(self.initial(stage))
+        return self.has_checkpoint(stage) or initial is not None
+
     @property
     def has_lm(self) -> bool:
         """Whether there is a checkpoint of the language model."""
-        return checkpoint_files.latest_step(self.checkpoints("lm")) is not None
+        return self.has_checkpoint("lm")
 
     @functools.cached_property
     def config(self) -> Config:

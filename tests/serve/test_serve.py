@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import pathlib
 import random
 import re
 import signal
@@ -628,15 +629,23 @@ def test_a_request_is_answered_at_once_when_the_models_thread_ends(monkeypatch):
 # --- The command
 
 
-@pytest.mark.slow
-def test_after_sigterm_the_server_answers_what_it_has_and_exits_with_status_0(tmp_path):
-    tiny().save(tmp_path / "model")
-    model = f"--workdir={tmp_path / 'model'}"
-    server = workdirs.start("calm_jax.serve", model, "--port=0", "--batch_size=1")
+@contextlib.contextmanager
+def served_by_the_command(folder: pathlib.Path) -> Iterator[tuple[subprocess.Popen, int]]:
+    """The process of `python -m calm_jax.serve` with a tiny model, and its port."""
+    tiny().save(folder)
+    server = workdirs.start("calm_jax.serve", f"--workdir={folder}", "--port=0", "--batch_size=1")
     try:
         line = server.stdout.readline()
-        assert line.startswith("model is served on http://127.0.0.1:")
-        port = int(re.search(r"127.0.0.1:(\d+)/v1", line)[1])
+        assert line.startswith(f"{folder.name} is served on http://127.0.0.1:")
+        yield server, int(re.search(r"127.0.0.1:(\d+)/v1", line)[1])
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@pytest.mark.slow
+def test_after_sigterm_the_server_answers_what_it_has_and_exits_with_status_0(tmp_path):
+    with served_by_the_command(tmp_path / "model") as (server, port):
         options = {"max_tokens": 40, "temperature": 1.0}
         with concurrent.futures.ThreadPoolExecutor() as pool:
             ask = {"prompt": "a", "seed": 5, "n": 3} | options
@@ -654,19 +663,12 @@ def test_after_sigterm_the_server_answers_what_it_has_and_exits_with_status_0(tm
         assert server.stderr.read() == ""
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
-    finally:
-        server.kill()
-        server.communicate()
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_the_server_at_once_with_one_line(tmp_path):
     """Also while the model computes. A signal that comes less than a second after the first counts as the first."""
-    tiny().save(tmp_path / "model")
-    model = f"--workdir={tmp_path / 'model'}"
-    server = workdirs.start("calm_jax.serve", model, "--port=0", "--batch_size=1")
-    try:
-        port = int(re.search(r"127.0.0.1:(\d+)/v1", server.stdout.readline())[1])
+    with served_by_the_command(tmp_path / "model") as (server, port):
         with concurrent.futures.ThreadPoolExecutor() as pool:
             answer = pool.submit(send, port, {"prompt": "a", "n": 100, "max_tokens": 40})
             wait_until(lambda: unfinished(port) == 100)
@@ -679,9 +681,6 @@ def test_a_second_signal_ends_the_server_at_once_with_one_line(tmp_path):
             assert isinstance(answer.exception(), (OSError, http.client.HTTPException))
         line = "interrupted: SIGTERM, the second signal: open requests are not answered\n"
         assert server.stderr.read() == line
-    finally:
-        server.kill()
-        server.communicate()
 
 
 @pytest.mark.slow
