@@ -22,8 +22,9 @@ SLICE = ("--accelerator=v5litepod-256", "--runtime=v2-alpha-tpuv5-lite", "--spot
 CLUSTER = ("--cluster=c", "--zone=z", "--project=p")
 
 # The beginning of every stub, which appends its command line to the file `calls`; the test gives the rest.
+# A line is one write: stubs that run at the same time must not write into each other's lines.
 STUB = """#!/bin/bash
-{ printf '%q ' "${0##*/}" "$@"; echo; } >> "$STUBS/calls"
+printf -v line '%q ' "${0##*/}" "$@"; printf '%s\\n' "$line" >> "$STUBS/calls"
 # Prints and removes the first line of a file, but does not remove its last line.
 next() { head -n 1 "$STUBS/$1"; if (($(wc -l < "$STUBS/$1") > 1)); then sed -i 1d "$STUBS/$1"; fi; }
 """
