@@ -19,7 +19,7 @@ from jax import Array
 
 from calm_jax.losses import ORDERS
 from calm_jax.models.kv_cache import Memory, SegmentIds
-from calm_jax.parallel.constraints import map_positions
+from calm_jax.parallel.loops import map_positions
 from calm_jax.sampling.chunk_model import ChunkModel
 
 # At most an eighth of a block's starts, rounded up, are continued together. The last of these groups is filled up with starts whose

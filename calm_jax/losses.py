@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from calm_jax.parallel.constraints import map_in_blocks
 from calm_jax.parallel.devices import target_device
+from calm_jax.parallel.loops import map_in_blocks
 
 # The largest array of logits that a loss computes at once on an accelerator, in elements: 512 MiB in float32, a thirtieth of the
 # smallest one's memory.

@@ -19,7 +19,8 @@ from calm_jax.losses import Posterior, clamped_kl
 from calm_jax.models import vocabulary
 from calm_jax.models.layers import SwiGLU, linear, linear_in_float32, look_up, normal_init
 from calm_jax.models.stack import Stacks, scanned
-from calm_jax.parallel.constraints import constrain, unrolled_in_training
+from calm_jax.parallel.constraints import constrain
+from calm_jax.parallel.loops import unrolled_in_training
 
 
 @dataclasses.dataclass(frozen=True)

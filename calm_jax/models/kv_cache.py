@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.parallel.constraints import GPUS, is_single_row
-from calm_jax.parallel.devices import target_device
+from calm_jax.parallel.devices import GPUS, target_device
+from calm_jax.parallel.products import is_single_row
 
 # How many places of a cache `UnslicedLayer` reads at once; fewer if this does not divide the cache's number of places.
 BLOCK = 32

@@ -9,15 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.parallel.constraints import (
-    constrain_groups,
-    each_group,
-    gathered_in,
-    is_one_cpu,
-    product,
-)
+from calm_jax.parallel.constraints import constrain_groups, each_group, gathered_in
 from calm_jax.parallel.devices import target_device
 from calm_jax.parallel.mesh import path_of
+from calm_jax.parallel.products import is_one_cpu, product
 
 # Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
 normal_init = nn.initializers.normal(0.02)

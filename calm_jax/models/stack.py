@@ -18,7 +18,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from calm_jax.models.layers import in_compute_dtype
-from calm_jax.parallel.constraints import GPUS, PRODUCT
+from calm_jax.parallel.devices import GPUS
+from calm_jax.parallel.products import PRODUCT
 
 # The paths of stacks in a tree of parameters.
 Stacks = tuple[tuple[str, ...], ...]

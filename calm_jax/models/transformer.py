@@ -15,8 +15,10 @@ from calm_jax.models.attention_in_blocks import ATTENTION
 from calm_jax.models.kv_cache import Fork, KVCache, Memory, SegmentIds, UnslicedLayer, Written
 from calm_jax.models.layers import Rotation, SwiGLU, linear, rotate, rotation_at
 from calm_jax.models.stack import stack
-from calm_jax.parallel.constraints import PRODUCT, constrain, unrolled, unrolled_in_training
+from calm_jax.parallel.constraints import constrain
 from calm_jax.parallel.devices import target_device
+from calm_jax.parallel.loops import unrolled, unrolled_in_training
+from calm_jax.parallel.products import PRODUCT
 
 # For each `lm.model.remat`, the policy that says which values of a layer are kept for the backward pass; None keeps all.
 # The policy of "auto" does not matter: it is replaced before a training step is compiled, and nothing else has a backward

@@ -14,11 +14,11 @@ from calm_jax.parallel.constraints import (
     constrain,
     gathered,
     gathered_in,
-    product_in_float32,
     rows_per_device,
     scattered,
 )
 from calm_jax.parallel.devices import target_device
+from calm_jax.parallel.products import product_in_float32
 
 # The largest array of logits that the loss holds on a device, in elements. The arithmetic in `cross_entropy` says why it is not
 # smaller.

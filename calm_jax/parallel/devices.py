@@ -44,6 +44,8 @@ ACCELERATORS = {
 }
 
 
+# JAX's names of the platform of GPUs.
+GPUS = ("gpu", "cuda")
 GPUS_PER_HOST = 8
 # Bytes per second that a GPU receives from other hosts: one 400 Gbit/s network card for each GPU, as in NVIDIA's DGX H100.
 _BETWEEN_HOSTS = 50e9

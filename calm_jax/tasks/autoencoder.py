@@ -12,7 +12,8 @@ from calm_jax.losses import cross_entropy
 from calm_jax.models import vocabulary
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.stack import Stacks
-from calm_jax.parallel.constraints import map_positions, rows_per_device
+from calm_jax.parallel.constraints import rows_per_device
+from calm_jax.parallel.loops import map_positions
 from calm_jax.sampling.chunk_model import at_once
 from calm_jax.tasks.base import (
     Batch,

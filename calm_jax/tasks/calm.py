@@ -15,7 +15,8 @@ from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM
 from calm_jax.models.kv_cache import SegmentIds
 from calm_jax.models.stack import Stacks
-from calm_jax.parallel.constraints import gathered, map_positions, rows_per_device
+from calm_jax.parallel.constraints import gathered, rows_per_device
+from calm_jax.parallel.loops import map_positions
 from calm_jax.rng import named
 from calm_jax.sampling.chunk_model import ChunkModel, at_once
 from calm_jax.tasks import latents

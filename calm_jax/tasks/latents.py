@@ -13,7 +13,8 @@ import numpy as np
 from jax import Array
 
 from calm_jax.losses import Posterior, energy_terms
-from calm_jax.parallel.constraints import map_positions, rows_per_device
+from calm_jax.parallel.constraints import rows_per_device
+from calm_jax.parallel.loops import map_positions
 from calm_jax.sampling.chunk_model import at_once
 from calm_jax.tasks.base import Metrics, ratio, total
 

@@ -24,7 +24,7 @@ from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM, TokenPredictor
 from calm_jax.models.heads import energy
 from calm_jax.models.heads.energy import EnergyHead, EnergyHeadConfig
-from calm_jax.parallel import constraints
+from calm_jax.parallel import products
 from calm_jax.sampling import temperature
 from calm_jax.sampling.config import SamplerConfig
 from calm_jax.sampling.counting import count_draws
@@ -200,7 +200,7 @@ def test_remat_changes_neither_loss_nor_gradient(remat, attention):
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_layers_one_after_the_other_train_like_a_loop_over_them(remat, monkeypatch):
     """As on GPUs; the head's blocks, too."""
-    monkeypatch.setattr(constraints, "_FEW_ROWS", 0)
+    monkeypatch.setattr(products, "_FEW_ROWS", 0)
     in_a_loop, params = gradient_of(remat)
     expected = in_a_loop(params)
     for module in (energy, transformer):

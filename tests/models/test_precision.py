@@ -19,7 +19,7 @@ from calm_jax.models.heads.adaln import AdaLNMLP
 from calm_jax.models.heads.energy import EnergyHead
 from calm_jax.models.layers import look_up
 from calm_jax.models.vocabulary import logits
-from calm_jax.parallel import constraints
+from calm_jax.parallel import products
 from tests import tiny_recipe
 from tests.models.networks import random_like
 
@@ -31,7 +31,7 @@ PRODUCT = re.compile(
 )
 
 
-def products(text: str) -> list[tuple[str, str, str, str]]:
+def products_of(text: str) -> list[tuple[str, str, str, str]]:
     """Of each product: the precision of both operands, "DEFAULT" if none is given; dtypes of operands and result."""
     found = PRODUCT.findall(text)
     assert len(found) == text.count("stablehlo.dot_general ")
@@ -81,7 +81,7 @@ def test_logits_of_bfloat16_are_float32_and_have_bfloat16_products_in_both_passe
         return y_PV, *pull(weight_PV)
 
     program = jax.jit(both)
-    found = products(program.lower(x_PD, table_VD).as_text())
+    found = products_of(program.lower(x_PD, table_VD).as_text())
     assert sorted(found) == [
         ("DEFAULT", "bf16", "bf16", result) for result in ("bf16", "bf16", "f32")
     ]
@@ -120,7 +120,7 @@ def test_a_heads_output_is_not_rounded_to_bfloat16(head):
 
 def test_the_frozen_autoencoder_multiplies_at_the_highest_precision(monkeypatch):
     """Encoder, decoder and the decoder's gradient; lowered as for a TPU, where products are not rewritten for CPUs."""
-    monkeypatch.setattr(constraints, "target_device", lambda: types.SimpleNamespace(platform="tpu"))
+    monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform="tpu"))
     tree = tiny_recipe.get_config("*.txt,all_losses")
     # Without the token prior, whose products are in the model's dtype.
     tree.compute_dtype, tree.lm.token_prior_weight = "bfloat16", 0.0
@@ -138,5 +138,5 @@ def test_the_frozen_autoencoder_multiplies_at_the_highest_precision(monkeypatch)
         model = task.bind({}, frozen)
         return target.posterior, pull(logit_PKNV), model.decode(None, latent_PNZ)
 
-    found = products(jax.jit(encoded_and_decoded).lower(frozen, tokens_PK, latent_PNZ).as_text())
+    found = products_of(jax.jit(encoded_and_decoded).lower(frozen, tokens_PK, latent_PNZ).as_text())
     assert set(found) == {("HIGHEST", "f32", "f32", "f32")}

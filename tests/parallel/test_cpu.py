@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from calm_jax.parallel import host_memory
-from calm_jax.parallel.constraints import product
+from calm_jax.parallel.products import product
 from tests.workdirs import run_program
 
 

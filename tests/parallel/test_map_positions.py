@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calm_jax.parallel.constraints import map_positions
+from calm_jax.parallel.loops import map_positions
 
 
 @pytest.mark.parametrize("num", [1, 2, 7, 12])

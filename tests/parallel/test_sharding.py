@@ -147,7 +147,7 @@ def test_the_loss_in_blocks_of_the_vocabulary_is_the_same_on_every_mesh():
 
 MAPPED = """
 import jax, jax.numpy as jnp, numpy as np
-from calm_jax.parallel.constraints import map_in_blocks
+from calm_jax.parallel.loops import map_in_blocks
 from calm_jax.parallel.mesh import BATCH, MeshConfig, make_mesh
 from calm_jax.planning.hlo import Program
 from jax.sharding import NamedSharding, PartitionSpec

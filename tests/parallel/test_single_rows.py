@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from calm_jax.models.kv_cache import KVCache
-from calm_jax.parallel import constraints
+from calm_jax.parallel import products
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def compiled_for(monkeypatch):
 
     def choose(platform: str) -> None:
         monkeypatch.setattr(
-            constraints, "target_device", lambda: types.SimpleNamespace(platform=platform)
+            products, "target_device", lambda: types.SimpleNamespace(platform=platform)
         )
 
     return choose
@@ -46,7 +46,7 @@ def test_gpus_get_a_second_row(x_shape, kernel_shape, num_contracted, padded, co
     axes = tuple(range(x.ndim - num_contracted, x.ndim)), tuple(range(num_contracted))
 
     def dot(x, kernel):
-        return constraints.product(x, kernel, (axes, ((), ())))
+        return products.product(x, kernel, (axes, ((), ())))
 
     expected = dot(x, kernel)
     compiled_for("cuda")
@@ -56,21 +56,19 @@ def test_gpus_get_a_second_row(x_shape, kernel_shape, num_contracted, padded, co
 
 def test_the_heads_products_on_gpus_get_a_second_row_too(compiled_for):
     x, kernel = _normal(0, (1, 1, 8), (8, 3))
-    expected = constraints.matrix_product(x, kernel)
+    expected = products.matrix_product(x, kernel)
     compiled_for("cuda")
-    assert _pads(constraints.matrix_product, x, kernel)
-    np.testing.assert_allclose(constraints.matrix_product(x, kernel), expected, rtol=1e-5)
+    assert _pads(products.matrix_product, x, kernel)
+    np.testing.assert_allclose(products.matrix_product(x, kernel), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("size", "halved"), [(1, False), (7, False), (8, True), (256, True)])
 def test_halves_on_cpus_equal_the_whole_product(size, halved):
     x, kernel, g = _normal(0, (1, 1, size), (size, 3), (1, 1, 3))
     # JAX would take the program of an earlier test's platform for the same function.
-    program = str(
-        jax.make_jaxpr(lambda x, kernel: constraints.matrix_product(x, kernel))(x, kernel)
-    )
+    program = str(jax.make_jaxpr(lambda x, kernel: products.matrix_product(x, kernel))(x, kernel))
     assert ("dimension_numbers=(([2], [1]), ([0], [0]))" in program) == halved
-    result, pull = jax.vjp(constraints.matrix_product, x, kernel)
+    result, pull = jax.vjp(products.matrix_product, x, kernel)
     np.testing.assert_allclose(result, np.asarray(x) @ kernel, rtol=1e-5, atol=1e-5)
     of_x, of_kernel = pull(g)
     np.testing.assert_allclose(of_x, g @ np.asarray(kernel).T, rtol=1e-5, atol=1e-5)

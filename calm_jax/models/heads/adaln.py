@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 from calm_jax.losses import Posterior
 from calm_jax.models.layers import layer_norm, linear, linear_in_float32, normal_init, silu
 from calm_jax.models.stack import keeping_products, stack
-from calm_jax.parallel.constraints import constrain, unrolled_in_training
+from calm_jax.parallel.constraints import constrain
+from calm_jax.parallel.loops import unrolled_in_training
 
 # The time embedding has this many cosines and as many sines; the longest wavelength is 2 pi times _LONGEST_PERIOD.
 _NUM_FREQUENCIES = 128

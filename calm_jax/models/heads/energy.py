@@ -28,14 +28,9 @@ from calm_jax.models.layers import (
     silu,
 )
 from calm_jax.models.stack import Stacks, keeping_products, stack
-from calm_jax.parallel.constraints import (
-    constrain,
-    gathered_kernel,
-    has_few_rows,
-    matrix_product,
-    unrolled,
-    unrolled_in_training,
-)
+from calm_jax.parallel.constraints import constrain, gathered_kernel
+from calm_jax.parallel.loops import unrolled, unrolled_in_training
+from calm_jax.parallel.products import has_few_rows, matrix_product
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,97 @@
+"""Loops inside a compiled step: over blocks of rows or positions, whose memory is that of one block, and over layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from calm_jax.parallel.constraints import batch_shards, constrain
+from calm_jax.parallel.devices import GPUS, target_device
+from calm_jax.parallel.mesh import BATCH
+
+
+def map_in_blocks(function: Callable[[Any], Any], most: int, tree: Any) -> Any:
+    """`function(tree)`, computed for one block of rows after the other, so that its memory is that of one block.
+
+    Args:
+        function: maps arrays with R rows, their first axis, to arrays with R rows; what it does with a row depends on no other
+            row. It is also called with rows of zeros, which fill the last block, and whose results are dropped.
+        most: the number of rows of a block on each device, at least 1. Blocks are of equal size, which may be smaller.
+        tree: arrays with P >= 1 rows. If P does not divide over the mesh, `most` counts the rows of all devices together.
+
+    Returns:
+        As `function(tree)`.
+    """
+    ways = batch_shards()
+    rows = len(jax.tree.leaves(tree)[0])
+    if rows % ways:
+        ways = 1
+    num_blocks, size = _equal_blocks(rows // ways, most)
+    if num_blocks == 1:
+        return function(tree)
+
+    def split(x: jax.Array) -> jax.Array:
+        x = x.reshape(ways, -1, *x.shape[1:])
+        filling = [(0, 0), (0, num_blocks * size - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+        x = jax.numpy.pad(x, filling).reshape(ways, num_blocks, size, *x.shape[2:])
+        # Each block has rows of all devices, and all rows stay on their device.
+        x = x.swapaxes(0, 1).reshape(num_blocks, ways * size, *x.shape[3:])
+        return x if ways == 1 else jax.lax.with_sharding_constraint(x, PartitionSpec(None, *BATCH))
+
+    def join(x: jax.Array) -> jax.Array:
+        x = x.reshape(num_blocks, ways, size, *x.shape[2:]).swapaxes(0, 1)
+        x = x.reshape(ways, num_blocks * size, *x.shape[3:])[:, : rows // ways]
+        return constrain(x.reshape(rows, *x.shape[2:]))
+
+    blocks = jax.tree.map(split, tree)
+    return jax.tree.map(
+        join, jax.lax.map(lambda block: constrain(function(constrain(block))), blocks)
+    )
+
+
+def map_positions(function: Callable[[Any], Any], most: int, tree: Any) -> Any:
+    """`function` for each entry of the first axis, as `jax.lax.map`, in blocks of equal size of at most `most` entries.
+
+    With a `batch_size` that does not divide the entries, `jax.lax.map` compiles the function a second time, for the remainder. Here
+    the first entries fill the last block.
+
+    Args:
+        function: maps arrays without the first axis, which must not be sharded, to arrays.
+        most: how many entries are computed together, at most; at least 1.
+        tree: arrays with P >= 1 entries, also keys.
+    """
+    num = len(jax.tree.leaves(tree)[0])
+    num_blocks, size = _equal_blocks(num, most)
+    if num_blocks == 1:
+        return jax.vmap(function)(tree)
+    filling = num_blocks * size - num
+    if filling:
+        tree = jax.tree.map(lambda x: jax.numpy.concatenate([x, x[:filling]]), tree)
+    return jax.tree.map(lambda x: x[:num], jax.lax.map(function, tree, batch_size=size))
+
+
+def _equal_blocks(num: int, most: int) -> tuple[int, int]:
+    """The fewest blocks of at most `most` entries for `num` entries, and the size that makes them equal; the last may need filling."""
+    num_blocks = -(-num // most)
+    return num_blocks, -(-num // num_blocks)
+
+
+def unrolled(length: int) -> int:
+    """The `unroll` of a scan over `length` layers with stacked kernels, where products have few rows.
+
+    On CPUs and GPUs the scan is unrolled completely: a loop over layers would copy each kernel out of its stack for each chunk. With
+    unrolled layers CPUs copy each kernel once, before the loop over chunks, but GPUs mostly once for each chunk. Generation therefore
+    stores each layer's parameters separately (`calm_jax.models.stack.for_generation`). TPUs do not copy kernels, and need no unrolling.
+    """
+    return 1 if target_device().platform == "tpu" else length
+
+
+def unrolled_in_training(length: int) -> int:
+    """The `unroll` of a scan over `length` layers that read whole blocks of text, in training above all.
+
+    On GPUs the scan is unrolled completely. A loop would copy what each layer keeps for the backward pass into stacks, which it
+    fills with zeros first, and copy it out again: a third of the bytes that a step of CALM-M moves. On TPUs and CPUs
+    the layers stay a loop, which compiles faster.
+    """
+    return length if target_device().platform in GPUS else 1
