@@ -151,8 +151,17 @@ def _options(config: Config) -> SampleConfig:
             f"--{useless[0]}={given[useless[0]]} has no meaning for lm.head.name='softmax', which samples tokens from "
             "their probabilities: leave it out"
         )
-    # A config checks that its options suit its head.
-    return dataclasses.replace(config, sample=dataclasses.replace(config.sample, **given)).sample
+    try:
+        # A config checks that its options suit its head.
+        return dataclasses.replace(
+            config, sample=dataclasses.replace(config.sample, **given)
+        ).sample
+    except UserError as error:
+        # The message begins with the key's name, as in "sample.temperature=2" or "max_tokens=0".
+        message = str(error).removeprefix("sample.")
+        if message.partition("=")[0] not in [flag.name for flag in _OPTIONS]:
+            raise
+        raise UserError(f"--{message}") from error
 
 
 def _as_text(prompt: Prompt, generator: Generator) -> str:
