@@ -267,8 +267,17 @@ SAMPLE = {
     # T = 1/5 compares 5 draws.
     ("energy", "--temperature=0.2", "--max_draws=3"): "--max_draws=3 must be at least 5",
     ("energy", "--temperature=0.2", "--max_draws=4"): "--max_draws=4 must be at least 5",
-    ("energy", "--temperature=0.45", "--sampler=rejection", "--max_draws=2"): "--max_draws=2 must be",
-    ("energy", "--temperature=0.7", "--sampler=published"): "--temperature=0.7: sampler='published'",
+    (
+        "energy",
+        "--temperature=0.45",
+        "--sampler=rejection",
+        "--max_draws=2",
+    ): "--max_draws=2 must be",
+    (
+        "energy",
+        "--temperature=0.7",
+        "--sampler=published",
+    ): "--temperature=0.7: sampler='published'",
     ("energy", "--sampler=greedy"): "--sampler='greedy' is none of pooled, batch, published",
     (
         "energy",

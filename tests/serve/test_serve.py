@@ -313,6 +313,7 @@ DEEP = b'{"prompt": ' + 4000 * b"[" + 4000 * b"]" + b"}"
         ({"prompt": "a", "seed": -1}, "seed=-1 must be in [0, 2**32)"),
         ({"prompt": "a", "seed": 2**32}, "seed=4294967296 must be in [0, 2**32)"),
         ({"prompt": "a", "seed": 1.5}, "seed must be a whole number"),
+        ({"prompt": "a", "user": 7}, "user must be a string"),
         ({"prompt": "a", "stop": ""}, "stop='' would end every text"),
         ({"prompt": "a", "stop": [1]}, "stop must be made of strings"),
         ({"prompt": "a", "stop": ["a"] * 17}, "stop must be a string or a list of up to 16"),
