@@ -27,6 +27,12 @@ def typed_reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {reason_of(error)}"
 
 
+def shown(number: float) -> str:
+    """A number for messages: short, but never rounded to another number."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)
+
+
 class Interrupted(BaseException):
     """A signal (SIGTERM, SIGHUP or Ctrl-C) stopped the run. The message says what was saved.
 

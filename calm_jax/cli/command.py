@@ -77,6 +77,24 @@ def _end_before_libraries_are_unloaded() -> None:
         os._exit(EXIT_INTERRUPTED)
 
 
+def open_streams() -> None:
+    """Python has no object for a stream that was closed, as by `>&-`: gives it one that goes nowhere."""
+    sys.stdout = sys.stdout or _nowhere()
+    sys.stderr = sys.stderr or _nowhere()
+
+
+def status_unwritten(error: OSError) -> int:
+    """The exit status of a command whose output cannot be written; says so. Raises any other `error` again."""
+    if error.errno not in _WAYS_OUT:
+        raise error
+    _drop(sys.stdout)
+    # A command's own file that cannot be written is a `UserError` (`os_errors`). This may be stdout, after that file.
+    _say(
+        f"error: {error.strerror}, for the output or a file: {_WAYS_OUT[error.errno]}; files that are complete are kept"
+    )
+    return 2
+
+
 def status_unread() -> int:
     """The exit status of a command whose output nobody reads any more. From here on its output goes nowhere."""
     _drop(sys.stdout)
@@ -114,9 +132,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
             logging.set_verbosity(logging.WARNING)
             logging.get_absl_logger().addFilter(_is_no_orbax_error)
             logging.get_absl_handler().setFormatter(_Plain())
-        # Python has no object for a stream that was closed, as by `>&-`.
-        sys.stdout = sys.stdout or _nowhere()
-        sys.stderr = sys.stderr or _nowhere()
+        open_streams()
         # A character that the terminal cannot encode is printed as its escape sequence.
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         try:
@@ -130,15 +146,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
         except BrokenPipeError:
             status = status_unread()
         except OSError as error:
-            if error.errno not in _WAYS_OUT:
-                raise
-            _drop(sys.stdout)
-            # A command's own file that cannot be written is a `UserError` (`os_errors`). This may be stdout, after that file.
-            _say(
-                f"error: {error.strerror}, for the output or a file: {_WAYS_OUT[error.errno]}; files that are complete "
-                "are kept"
-            )
-            status = 2
+            status = status_unwritten(error)
         except Interrupted as interruption:
             _say(f"interrupted: {interruption}")
             end_soon()

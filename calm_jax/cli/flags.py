@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from calm_jax.cli.command import status_unread
+from calm_jax.cli.command import open_streams, status_unread, status_unwritten
 from calm_jax.cli.files import local_path
 from calm_jax.errors import UserError, nearest, typed_reason_of
 
@@ -26,12 +26,15 @@ def _status_of_help() -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         return status_unread()
+    except OSError as error:
+        return status_unwritten(error)
     return 0
 
 
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
     """Ends the command with one line and status 2, as a `UserError` does, at any error while flags are parsed."""
+    open_streams()
     try:
         yield
     except UserError as error:
@@ -45,6 +48,8 @@ def _one_line_errors() -> Iterator[None]:
         sys.exit(_status_of_help())
     except BrokenPipeError:
         sys.exit(status_unread())
+    except OSError as error:
+        sys.exit(status_unwritten(error))
     else:
         return
     print(f"error: {UserError(message)}", file=sys.stderr)

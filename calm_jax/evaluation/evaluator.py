@@ -145,7 +145,7 @@ class Evaluator:
             params: the task's trained parameters.
             frozen: the task's frozen parameters.
             part: how many evenly spaced blocks to evaluate; None for the whole split.
-            between: called after each batch.
+            between: called after each batch is started; the devices may still compute the last two.
 
         Returns:
             The task's report.

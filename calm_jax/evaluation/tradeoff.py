@@ -5,10 +5,11 @@ For every sampler at every temperature: how often a sample is right (accuracy), 
 context), K tokens per chunk.
 """
 
+import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -57,12 +58,19 @@ def ways(config: EvalConfig, sampler: SamplerConfig, has_autoencoder: bool) -> l
         )
     chosen = []
     for temperature in config.temperatures:
-        try:
+        with _named(config):
             at_temperature = dataclasses.replace(sampler, temperature=temperature)
-            chosen += _ways_at(config, at_temperature) if has_autoencoder else [at_temperature]
-        except UserError as error:
-            raise UserError(f"eval.temperatures={config.temperatures}: {error}") from error
+        chosen += _ways_at(config, at_temperature) if has_autoencoder else [at_temperature]
     return chosen
+
+
+@contextlib.contextmanager
+def _named(config: EvalConfig) -> Iterator[None]:
+    """Errors about a temperature name the key that it comes from."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"eval.temperatures={config.temperatures}: {error}") from error
 
 
 def _ways_at(config: EvalConfig, sampler: SamplerConfig) -> list[SamplerConfig]:
@@ -80,7 +88,8 @@ def _ways_at(config: EvalConfig, sampler: SamplerConfig) -> list[SamplerConfig]:
         has_sizes = name in FIXED_POOL and temperature != 1
         for size in config.candidates if has_sizes else (sampler.num_candidates,):
             way = dataclasses.replace(sampler, sampler=name, num_candidates=size)
-            way.check_latent_head()
+            with _named(config):
+                way.check_latent_head()
             chosen.append(way)
     return chosen
 

@@ -133,8 +133,9 @@ class ContinuousBatch:
 
     def cancel(self, row: Row) -> None:
         """Ends a text, whose `finish` becomes "cancelled"; nothing more is computed for it."""
-        row.continuation.finish = row.continuation.finish or "cancelled"
-        self._free_places()
+        if not row.continuation.finish:
+            row.continuation.finish = "cancelled"
+            self._free_places()
 
     def step(self, most: int = CHUNKS_PER_CALL) -> list[Piece]:
         """Gives free places to waiting prompts, and generates up to `most` chunks for all that have a place, at most
@@ -150,17 +151,18 @@ class ContinuousBatch:
         return pieces
 
     def _free_places(self) -> None:
-        """Frees the places of texts that have ended, and drops the KV cache if no text is left."""
+        """Frees the places of texts that have ended, and drops the KV cache if no text has a place."""
         self._rows = [row if row and not row.continuation.finish else None for row in self._rows]
         if not any(self._rows):
+            self._waiting = collections.deque(
+                row for row in self._waiting if not row.continuation.finish
+            )
             self._reset()
 
     def _fill(self) -> list[Piece]:
         """Gives free places to waiting rows. Returns the pieces of prompts' last chunks that alignment "match" completed."""
         pieces: list[Piece] = []
         while True:
-            # Also after `_place`, which may have completed all texts that it took: then the next ones may have another sampler.
-            self._free_places()
             free = [place for place, row in enumerate(self._rows) if row is None]
             taken = self._take(len(free))
             if not taken:

@@ -161,8 +161,10 @@ class Workdir:
 
     def has_parameters(self, stage: str) -> bool:
         """Whether there is a checkpoint of a stage, or the initial parameters that it begins with."""
-        initial = checkpoint_files.latest_step(self.initial(stage))
-        return self.has_checkpoint(stage) or initial is not None
+        # The initial parameters are not needed any more, and may be gone, once there is a checkpoint.
+        return self.has_checkpoint(stage) or (
+            checkpoint_files.latest_step(self.initial(stage)) is not None
+        )
 
     @property
     def has_lm(self) -> bool:
@@ -239,9 +241,9 @@ class Workdir:
             then = stored.get(split, now)
             if then != now:
                 return (
-                    f"{path}: the {split} text is not the one that the run began with ({_size(then)} then, {_size(now)} now); "
-                    "files or keys of data have changed, such as data.validation_files, without which some of the train text is "
-                    "held out, or the version of Python, whose standard library differs"
+                    f"{path}: the {split} text is not the one that the run began with ({_size(then)} then, {_size(now)} now). "
+                    "Possible reasons: other files, other keys of data (without data.validation_files some of the train text is "
+                    "held out), or another version of Python, if the text is its standard library"
                 )
         return ""
 

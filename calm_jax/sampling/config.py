@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from calm_jax.errors import UserError, require_at_least
+from calm_jax.errors import UserError, require_at_least, shown
 from calm_jax.sampling import temperature as law
 
 # The most draws for one chunk, and the most that are compared in pairs (16 MiB of comparisons for 4096 draws).
@@ -46,10 +46,10 @@ class SamplerConfig:
     def __post_init__(self):
         if not 0 <= self.temperature < math.inf:
             raise UserError(
-                f"temperature={self.temperature:g} must be in (0, 1], or for lm.head.name='softmax' at least 0 and finite"
+                f"temperature={shown(self.temperature)} must be in (0, 1], or for lm.head.name='softmax' at least 0 and finite"
             )
         if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p:g} must be in (0, 1]")
+            raise UserError(f"top_p={shown(self.top_p)} must be in (0, 1]")
         for name in ("num_candidates", "max_draws", "draws_at_once"):
             if not 1 <= getattr(self, name) <= _MOST_DRAWS:
                 raise UserError(
@@ -61,7 +61,7 @@ class SamplerConfig:
             )
         if not 0 <= self.token_prior_scale <= _LARGEST_SCALE:
             raise UserError(
-                f"token_prior_scale={self.token_prior_scale:g} must be from 0 to {_LARGEST_SCALE:g}"
+                f"token_prior_scale={shown(self.token_prior_scale)} must be from 0 to {_LARGEST_SCALE:g}"
             )
         # The samplers of a single pool compare all its draws in pairs.
         name = "num_candidates" if self.sampler in FIXED_POOL else "max_draws"
@@ -75,7 +75,7 @@ class SamplerConfig:
         """Raises `UserError` if a prior is to be scaled that is not there. `weight`: the model's `lm.token_prior_weight`."""
         if self.token_prior_scale != 1 and not weight:
             raise UserError(
-                f"token_prior_scale={self.token_prior_scale:g} scales the token prior, and this model has none "
+                f"token_prior_scale={shown(self.token_prior_scale)} scales the token prior, and this model has none "
                 "(lm.token_prior_weight=0): give 1 (in a recipe --config.sample.token_prior_scale=1)"
             )
 
@@ -84,18 +84,18 @@ class SamplerConfig:
         n, a = law.split_exponent(self.temperature)
         if self.top_p != 1:
             raise UserError(
-                f"top_p={self.top_p:g} needs the probabilities of tokens, which only lm.head.name='softmax' knows; with "
+                f"top_p={shown(self.top_p)} needs the probabilities of tokens, which only lm.head.name='softmax' knows; with "
                 "other heads, lower the temperature below 1 instead"
             )
         if self.sampler == "published" and a:
             raise UserError(
-                f"temperature={self.temperature:g}: sampler='published' takes only 1, 1/2, 1/3, ...; sampler='batch' "
+                f"temperature={shown(self.temperature)}: sampler='published' takes only 1, 1/2, 1/3, ...; sampler='batch' "
                 "and 'pooled' take any temperature in (0, 1]"
             )
         least = n + (a > 0)
         if self.sampler in ("pooled", "rejection", "growing") and self.max_draws < least:
             raise UserError(
-                f"max_draws={self.max_draws} must be at least {least} at temperature={self.temperature:g}, which compares "
+                f"max_draws={self.max_draws} must be at least {least} at temperature={shown(self.temperature)}, which compares "
                 f"{least} draws: raise it, or the temperature"
             )
 

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, shown
 
 
 def check_temperature(temperature: float) -> None:
     """Raises `UserError` unless 0 < temperature <= 1."""
     if not 0 < temperature <= 1:
         raise UserError(
-            f"temperature={temperature:g} must be in (0, 1]: draws can be sharpened, not flattened"
+            f"temperature={shown(temperature)} must be in (0, 1]: draws can be sharpened, not flattened"
         )
 
 
@@ -76,7 +76,7 @@ def _weight_tables(
 
     The first is the weight of a chunk at level n: C(c, s) for c > n, `(1-a)^2 C(c, s)` at c = n, 0 below. The factor at
     c = n makes the rule continuous in T; the square is fitted, not derived. The second is the weight that the chunk keeps
-    when the chosen copies are left out of the pool: C(c-s, s). The third is the weight at the lower levels m, where m
+    when the chosen copies are left out of the pool: C(c-s, s), which is 0 for c < n, so also at all lower levels. The third is the weight at the lower levels m, where m
     is the largest count, so that only chunks with c = m have a weight: `(1-a)^2 C(c, c+a)`.
     """
     count, exponent = np.arange(most + 1.0), np.asarray(whole + fraction)
@@ -127,8 +127,6 @@ def log_weights(count_BN: Array, temperature: float, leave_out: bool) -> tuple[A
     level_B1 = level_B[:, None]
     lower_BN = jnp.where(count_BN == level_B1, lower_BN, -jnp.inf)
     weight_BN = jnp.where(level_B1 == whole, weight_BN, lower_BN)
-    # At a lower level all copies of a chunk are left out together, so that it keeps no weight.
-    left_BN = jnp.where(level_B1 == whole, left_BN, -jnp.inf)
     once_BN = jnp.maximum(count_BN, 1)
     if leave_out:
         # Relative to the row's largest weight, so that nothing overflows.

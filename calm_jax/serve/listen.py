@@ -13,6 +13,12 @@ from starlette.applications import Starlette
 from calm_jax.cli.signals import ENDING, EXIT_INTERRUPTED, SignalHandler
 
 
+def _say(line: str) -> None:
+    """Writes a line to stderr, if it can be written; in a signal handler, where the stream may be in use."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
+
+
 class _Server(uvicorn.Server):
     """A server that returns after a signal, where uvicorn's own server would raise the signal again.
 
@@ -22,17 +28,21 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         def end(number: int) -> None:
+            name = signal.Signals(number).name
             if self.should_exit:
-                name = signal.Signals(number).name
-                line = f"interrupted: {name}, the second signal: open requests are not answered\n"
-                with contextlib.suppress(OSError):
-                    os.write(2, line.encode())
+                _say(f"interrupted: {name}, the second signal: open requests are not answered")
                 # Python's own end would unload libraries in which the model's thread may be computing, which aborts the process.
                 os._exit(EXIT_INTERRUPTED)
             self.should_exit = True
             handler.note()
+            if self.server_state.tasks:
+                _say(
+                    f"{name}: open requests are answered first; a second signal ends the server at once"
+                )
 
-        with SignalHandler(ENDING, end) as handler:
+        # Assigned before its block begins, as a signal may come at once.
+        handler = SignalHandler(ENDING, end)
+        with handler:
             yield
 
 

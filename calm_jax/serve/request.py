@@ -15,8 +15,10 @@ from calm_jax.sampling.config import CALM_ONLY, SampleConfig
 
 # At most so many stop strings in a request, and characters in each: every chunk is searched for them.
 _MOST_STOPS, _LONGEST_STOP = 16, 256
-# Messages are cut to this many characters, because they may quote what the client sent.
+# Of longer messages the middle is left out, because they may quote what the client sent.
 _LONGEST_MESSAGE = 500
+# Of a longer number Python would refuse to read the digits. No field takes one as long.
+_MOST_DIGITS = 1000
 
 # Fields of OpenAI's interface that this server does not have: they are accepted with these values, which change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -64,7 +66,10 @@ class RequestError(Exception):
         headers: dict[str, str] | None = None,
     ):
         super().__init__(message)
-        self.status, self.message, self.param = status, message[:_LONGEST_MESSAGE], param
+        if len(message) > _LONGEST_MESSAGE:
+            half = _LONGEST_MESSAGE // 2
+            message = f"{message[: half - 3]} ... {message[-half + 2 :]}"
+        self.status, self.message, self.param = status, message, param
         self.kind, self.headers = kind, headers
 
 
@@ -185,12 +190,23 @@ def load(body: bytes) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         for name, value in pairs:
             if name in fields:
-                raise RequestError(400, f"the field {name!r} is given twice: give it once")
+                raise RequestError(
+                    400,
+                    f"the field {name!r} is given twice: give it once",
+                    name if name in _FIELDS else None,
+                )
             fields[name] = value
         return fields
 
+    def whole(digits: str) -> int:
+        if len(digits) > _MOST_DIGITS:
+            raise RequestError(
+                400, f"a number has {len(digits)} digits: give at most {_MOST_DIGITS}"
+            )
+        return int(digits)
+
     try:
-        fields = json.loads(body, parse_constant=refuse, object_pairs_hook=once)
+        fields = json.loads(body, parse_int=whole, parse_constant=refuse, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not JSON: {error}") from error
     if not isinstance(fields, dict):

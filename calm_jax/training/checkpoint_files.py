@@ -113,15 +113,17 @@ def _first_line(error: Exception) -> str:
 
 
 def damage(folder: pathlib.Path, step: int | None, reason: str) -> str:
-    """The message about a damaged checkpoint; it says how to go on from the checkpoint before it."""
+    """The message about a damaged checkpoint; it says how to go on without it."""
     path, before = (
         folder / str(step),
         max((one for one in _steps(folder) if one != step), default=None),
     )
+    put_aside = f"`mv {path} {path}.damaged`"
     way_out = (
-        "there is no other checkpoint: train (or convert) again into a new workdir"
+        f"there is no other checkpoint. If it is a copy (of init_from or autoencoder.checkpoint), {put_aside}, and the same "
+        "command copies it again; otherwise train (or convert) again into a new workdir"
         if before is None
-        else f"`mv {path} {path}.damaged` makes the one of step {before} the latest, from which the same command goes on"
+        else f"{put_aside} makes the one of step {before} the latest, from which the same command goes on"
     )
     return f"the checkpoint {path} is damaged ({reason}); {way_out}"
 
@@ -172,6 +174,8 @@ def copy_latest(folder: pathlib.Path, target: pathlib.Path, leave_out: Collectio
         raise UserError(
             f"{folder} holds no checkpoint: were its checkpoints deleted or moved meanwhile?"
         )
+    # A link may lead to another disk, onto which no folder can be moved.
+    target = target.resolve()
     source, unfinished = folder / str(step), target.with_name(f"{target.name}.tmp")
     with os_errors(target, "written"):
         if unfinished.is_symlink():
@@ -179,7 +183,8 @@ def copy_latest(folder: pathlib.Path, target: pathlib.Path, leave_out: Collectio
         shutil.rmtree(unfinished, ignore_errors=True)
         # A stage that was killed before its first checkpoint leaves a part of it.
         for part in target.glob("*.orbax-checkpoint-tmp*"):
-            shutil.rmtree(part)
+            if part.is_dir() and not part.is_symlink():
+                shutil.rmtree(part)
         (unfinished / str(step)).mkdir(parents=True)
     with errors_named(folder, step):
         entries = _entries(source)

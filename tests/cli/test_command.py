@@ -16,6 +16,8 @@ from calm_jax.errors import Interrupted
 from calm_jax.parallel.signals import EndTogetherOnSignal
 from tests.workdirs import ROOT, run
 
+FULL_DISK = "error: No space left on device, for the output or a file: make room; files that are complete are kept\n"
+
 
 @pytest.mark.parametrize(
     "flag, words",
@@ -57,14 +59,26 @@ def test_a_command_ends_without_a_line_when_the_reader_of_its_output_exits():
     assert process.wait(timeout=60) == 128 + signal.SIGPIPE
 
 
-def test_help_that_nobody_reads_ends_without_a_line():
-    """As with `--help | true`."""
+# The error comes when Python flushes its buffer, or without a buffer when absl prints.
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_help_that_cannot_be_written_ends_as_all_output_does(unbuffered):
+    """As with `--help | true`, `--help > /dev/full` and `--help >&-`."""
+    command = [sys.executable, "-m", "calm_jax.generate", "--help"]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+
+    def end(stdout, *shell):
+        done = subprocess.run(
+            [*shell, *command], cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE
+        )
+        return done.returncode, done.stderr.decode()
+
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "calm_jax.generate", "--help"]
-    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
+    assert end(writer) == (128 + signal.SIGPIPE, "")
     os.close(writer)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+    with open("/dev/full", "w") as full:
+        assert end(full) == (2, FULL_DISK)
+    assert end(None, "sh", "-c", 'exec "$0" "$@" >&-') == (0, "")
 
 
 def test_nan_and_infinities_become_null_at_every_depth_of_a_json_tree():
@@ -102,10 +116,7 @@ def test_output_to_a_full_disk_ends_with_one_line():
         done = subprocess.run(
             [sys.executable, "-c", PRINTS], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
         )
-    assert done.returncode == 2
-    assert done.stderr == (
-        "error: No space left on device, for the output or a file: make room; files that are complete are kept\n"
-    )
+    assert (done.returncode, done.stderr) == (2, FULL_DISK)
 
 
 FAILS = """

@@ -171,6 +171,12 @@ def test_ways_leave_out_temperatures_that_a_sampler_does_not_take(capsys):
             few,
             has_autoencoder=True,
         )
+    # No other temperature would help.
+    many = dataclasses.replace(sampler, max_draws=10_000)
+    with pytest.raises(UserError, match=r"^max_draws=10000 must be at most 4096"):
+        tradeoff.ways(
+            dataclasses.replace(config, samplers=("growing",)), many, has_autoencoder=True
+        )
 
 
 @pytest.mark.slow

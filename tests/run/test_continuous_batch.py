@@ -196,6 +196,25 @@ def test_nothing_more_is_computed_for_a_cancelled_text_and_its_place_is_free():
     assert {row.continuation.finish for row in rows} == {"cancelled"}
 
 
+def test_a_cancelled_text_that_waits_does_not_decide_the_size_of_the_next_cache():
+    generator = tiny("k=4", 1024).generator()
+    options = dataclasses.replace(generator.options, max_tokens=8, temperature=1.0)
+    short, later = (generator.rows(["a"], options, seed)[0] for seed in (0, 1))
+    long = generator.rows(["b"], dataclasses.replace(options, max_tokens=1000), 0)[0]
+    places = []
+    for cancelled in ((), (short, long)):
+        batch = generator.batch(1)
+        for row in cancelled:
+            batch.submit(row)
+        for row in cancelled:
+            batch.cancel(row)
+        batch.submit(later)
+        batch.step(1)
+        places.append(batch._state.cache.key.shape)
+        later = generator.rows(["a"], options, 1)[0]
+    assert places[0] == places[1]
+
+
 @pytest.mark.slow
 def test_the_last_prompts_of_a_list_do_not_compile_anew():
     generator = tiny().generator()

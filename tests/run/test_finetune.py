@@ -327,8 +327,10 @@ def test_fine_tuning_starts_from_the_given_parameters(trained, record_file, text
     run("calm_jax.main", f"--config=configs/workdir.py:{first}")
     jax.tree.map(np.testing.assert_array_equal, params_of(first, "lm"), sources["lm"])
 
-    # With the source, the same command goes on, with more steps.
+    # With the source, the same command goes on, with more steps; it does not need the copy any more, whose disk may be gone.
     shutil.copytree(trained, given)
+    shutil.rmtree(first / "init_lm")
+    (first / "init_lm").symlink_to(tmp_path / "unmounted")
     more = ["--config.lm.training.num_steps=6", "--config.lm.optimizer.learning_rate=0.01"]
     out = finetune(given, first, record_file, *more)
     assert "lm: resumed at step 1" in out

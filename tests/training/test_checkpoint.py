@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import shutil
 import sys
 import types
@@ -237,7 +238,7 @@ def test_a_copy_of_a_checkpoint_is_synced_before_it_has_its_name(tmp_path, monke
 
 
 def test_a_copy_leaves_checkpoints_that_were_put_aside_where_they_are(tmp_path):
-    """Messages tell users to give a damaged checkpoint another name, in the folder to which it is then copied again."""
+    """The message about a damaged copy tells users to give it another name, in the folder to which it is then copied again."""
     saved, target = save(tmp_path / "lm"), tmp_path / "autoencoder"
     kept = {target / "500.damaged" / "params", target / "7.misnamed" / "params", target / "notes"}
     for path in kept:
@@ -251,6 +252,30 @@ def test_a_copy_leaves_checkpoints_that_were_put_aside_where_they_are(tmp_path):
     assert {path.name for path in target.iterdir()} == {"20", "500.damaged", "7.misnamed", "notes"}
     assert same(load(target, saved[20]), saved[20])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["autoencoder", "lm"]
+
+
+def test_the_message_about_the_only_checkpoint_says_how_to_copy_it_again(tmp_path):
+    saved, mesh = save(tmp_path / "lm"), mesh_of(1, 1, 1)
+    target = tmp_path / "init_lm"
+    checkpoint_files.copy_latest(tmp_path / "lm", target, leave_out=())
+    shutil.rmtree(target / "20" / "about")
+    way_out = r"If it is a copy \(of init_from or autoencoder\.checkpoint\), `mv (\S+) (\S+)`, and"
+    with jax.set_mesh(mesh), pytest.raises(UserError, match=way_out) as raised:
+        load_params(target, saved[20][0], mesh)
+    damaged, aside = re.search(way_out, str(raised.value)).groups()
+    shutil.move(damaged, aside)
+    checkpoint_files.copy_latest(tmp_path / "lm", target, leave_out=())
+    assert same(load(target, saved[20]), saved[20])
+
+
+def test_a_link_to_a_folder_elsewhere_gets_the_copy_there(tmp_path):
+    """It may be on another disk, onto which no folder can be moved."""
+    save(tmp_path / "lm")
+    (tmp_path / "disk" / "init_lm").mkdir(parents=True)
+    (tmp_path / "init_lm").symlink_to(tmp_path / "disk" / "init_lm")
+    checkpoint_files.copy_latest(tmp_path / "lm", tmp_path / "init_lm", leave_out=())
+    assert latest_step(tmp_path / "disk" / "init_lm") == 20
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["init_lm"]
 
 
 def test_checkpoints_that_are_gone_leave_no_copy(tmp_path):
