@@ -53,6 +53,18 @@ def known_model(chunk_size: int) -> ChunkModel:
     )
 
 
+@pytest.fixture(autouse=True)
+def _optimised(monkeypatch):
+    """Compiles with optimisation, which tests leave out (conftest.py): comparing all pairs of 500 draws takes far longer than that."""
+    for name, static in (("_sample", "config"), ("_collision", "num_draws")):
+        optimised = jax.jit(
+            getattr(tradeoff, name),
+            static_argnames=("bind", static),
+            compiler_options={"xla_backend_optimization_level": 1},
+        )
+        monkeypatch.setattr(tradeoff, name, optimised)
+
+
 @functools.cache
 def task(chunk_size: int):
     def bind(params, frozen):
