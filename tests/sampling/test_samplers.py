@@ -59,13 +59,19 @@ def config_of(temperature_, sampler, **changes):
     return SamplerConfig(temperature_, sampler, **(values | changes))
 
 
+def compiled(function, rows):
+    """With optimisation, which tests leave out (conftest.py), where many rows compute for longer than it takes."""
+    options = {"xla_backend_optimization_level": 1} if rows >= 3000 else None
+    return jax.jit(function, compiler_options=options)
+
+
 def run(model, config, rows, law=0, seed=0, active=None):
     """Runs `sample_chunk`, traced anew: the indices of the sampled chunks [B], and `Sampled`."""
     h_BD = jnp.broadcast_to(jnp.asarray(law, jnp.float32), (rows,))[:, None]
     key_B = jax.random.split(jax.random.key(seed), rows)
     active_B = np.ones(rows, bool) if active is None else active
-    sampled = jax.jit(lambda *args: sample_chunk(model, *args, config))(h_BD, key_B, active_B)
-    sampled = jax.device_get(sampled)
+    sample = compiled(lambda *args: sample_chunk(model, *args, config), rows)
+    sampled = jax.device_get(sample(h_BD, key_B, active_B))
     return number_of(sampled.tokens), sampled
 
 
@@ -460,11 +466,9 @@ def completed(prefixes, config, rows, active=None):
     key_B = jax.random.split(jax.random.key(5), batch)
     model, h_B1 = known_model(CHUNK_PROBS, book=CHUNKS), jnp.zeros((batch, 1))
     active_B = np.ones(batch, bool) if active is None else active
-    found_B, sampled = jax.device_get(
-        jax.jit(lambda *args: complete_chunk(model, *args[:3], config, args[3]))(
-            h_B1, key_B, active_B, Prefix(jnp.asarray(tokens_BK), jnp.asarray(length_B))
-        )
-    )
+    complete = compiled(lambda *args: complete_chunk(model, *args[:3], config, args[3]), batch)
+    prefix = Prefix(jnp.asarray(tokens_BK), jnp.asarray(length_B))
+    found_B, sampled = jax.device_get(complete(h_B1, key_B, active_B, prefix))
     is_chunk_BC = (sampled.tokens[:, None] == CHUNKS).all(-1)
     number_B = np.where(found_B, is_chunk_BC.argmax(-1), -1)
     assert is_chunk_BC.any(-1)[found_B].all()
