@@ -35,11 +35,12 @@ def trained(loss_of, params, steps, learning_rate, seed=0):
         updates, moments = optimizer.update(gradient, moments)
         return (optax.apply_updates(params, updates), moments), loss
 
-    @jax.jit
     def run(params):
         return jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(steps))
 
-    (params, _), losses = run(params)
+    # With optimisation, which tests leave out (conftest.py): hundreds of steps take longer than that.
+    optimised = jax.jit(run, compiler_options={"xla_backend_optimization_level": 1})
+    (params, _), losses = optimised(params)
     return params, np.asarray(losses)
 
 
