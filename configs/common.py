@@ -273,7 +273,8 @@ def _energy_head() -> ConfigDict:
     head.num_blocks = 4
     # E, size of the uniform noise vector that a sample is computed from.
     head.noise_size = 64
-    # N and M of the energy score: samples of the model and of the target, the autoencoder's posterior (paper: 8 and 100).
+    # N and M of the energy score: samples of the model and of the target, the autoencoder's posterior (paper: 8 and 100). With
+    # M = 0 the target is the posterior's mean, from which small models learn faster (docs/training.md).
     head.num_samples = 8
     head.num_target_samples = 100
     # Exponent of the distance in the energy score, in (0, 2]; the score is strictly proper below 2 (paper: 1).

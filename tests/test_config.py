@@ -118,7 +118,7 @@ BAD = [
     ("autoencoder.model.dropout", {"autoencoder.model.dropout": -0.1}),
     # The energy score.
     ("lm.head.num_samples", {"lm.head.num_samples": 1}),
-    ("lm.head.num_target_samples", {"lm.head.num_target_samples": 0}),
+    ("lm.head.num_target_samples", {"lm.head.num_target_samples": -1}),
     ("lm.head.num_blocks", {"lm.head.num_blocks": 0}),
     ("lm.head.noise_size", {"lm.head.noise_size": 0}),
     ("lm.head.beta", {"lm.head.beta": 0.0}),
@@ -315,7 +315,7 @@ def test_the_bounds_of_a_range_are_accepted():
     changes = {
         "lm.head.beta": 2.0,
         "lm.head.num_samples": 2,
-        "lm.head.num_target_samples": 1,
+        "lm.head.num_target_samples": 0,
         "lm.model.num_kv_heads": 1,
         "lm.data.block_tokens": 8,
         "sample.temperature": 1.0,

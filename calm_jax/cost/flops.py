@@ -130,7 +130,7 @@ def _energy_score(config: Config) -> float:
     head, Z = config.lm.head, config.autoencoder.model.latent_size
     if not isinstance(head, EnergyHeadConfig):
         return 0.0
-    return 3.0 * Z * head.num_samples * (head.num_samples + head.num_target_samples)
+    return 3.0 * Z * head.num_samples * (head.num_samples + head.num_targets)
 
 
 def _token_predictor(config: Config) -> float:

@@ -57,6 +57,22 @@ def test_random_numbers_of_a_position_come_from_its_own_key(name):
     np.testing.assert_array_equal(loss(h_PD, posterior, keys(5)), losses)
 
 
+def test_without_target_samples_the_energy_heads_target_is_the_posteriors_mean():
+    """As for a posterior without noise, from which many are drawn."""
+    mean = normal(5, 4, seed=1)
+    head = build_head("energy", 4)
+    variables, h_PD = random_variables(head), normal(5, D)
+
+    def loss(num_target_samples, log_std):
+        head = build_head("energy", 4, num_target_samples=num_target_samples)
+        target = target_of(Posterior(mean, log_std))
+        return head.apply(variables, h_PD, target, keys(5), method="loss")
+
+    log_std = normal(5, 4, seed=2) / 3
+    np.testing.assert_allclose(loss(0, log_std), loss(7, jnp.full_like(mean, -50)), rtol=1e-5)
+    assert (np.abs(loss(0, log_std) - loss(7, log_std)) > 1e-2).all()
+
+
 @pytest.mark.slow
 def test_the_energy_heads_loss_is_the_energy_score_plus_the_weighted_brier_loss_of_its_decoded_draws():
     head = build_head("energy", 4)
@@ -195,7 +211,7 @@ BAD = [
     ("flow", "num_samples", 0),
     ("flow", "num_blocks", 0),
     ("energy", "num_samples", 1),
-    ("energy", "num_target_samples", 0),
+    ("energy", "num_target_samples", -1),
     ("energy", "noise_size", 0),
     ("energy", "num_blocks", 0),
     ("energy", "beta", 0.0),

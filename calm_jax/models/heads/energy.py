@@ -58,9 +58,15 @@ class EnergyHeadConfig:
             logging.warning(
                 "lm.head.beta=2 makes the energy score not strictly proper: it trains the mean of the head's draws, not their spread"
             )
-        require_at_least(0, self, "lm.head.", "decoded_brier_weight", "decoded_brier_delay")
+        names = ("num_target_samples", "decoded_brier_weight", "decoded_brier_delay")
+        require_at_least(0, self, "lm.head.", *names)
         require_positive(self, "lm.head.", "decoded_brier_temperature")
-        require_at_least(1, self, "lm.head.", "num_blocks", "noise_size", "num_target_samples")
+        require_at_least(1, self, "lm.head.", "num_blocks", "noise_size")
+
+    @property
+    def num_targets(self) -> int:
+        """M, the number of latents at each position that draws are scored against: draws of the posterior, or its mean."""
+        return max(1, self.num_target_samples)
 
 
 class NoiseBlock(nn.Module):
@@ -148,11 +154,14 @@ class EnergyHead(nn.Module):
 
     def loss(self, h_PD: Array, target: Target, key_P: Array) -> Array:
         """The loss at each position, float32 [P]: minus the energy score of N draws of the head against M of the
-        posterior, plus, in training, the weighted Brier loss of the tokens that the N draws decode to."""
+        posterior, or its mean, plus, in training, the weighted Brier loss of the tokens that the N draws decode to."""
         key_P, target_key_P = jax.vmap(jax.random.split, out_axes=1)(key_P)
         noise_PNE = self.draw_noise(self.config.num_samples, key_P)
-        shape = (self.config.num_target_samples, self.latent_size)
-        eps_PMZ = jax.vmap(lambda key: jax.random.normal(key, shape))(target_key_P)
+        shape = (self.config.num_targets, self.latent_size)
+        if self.config.num_target_samples:
+            eps_PMZ = jax.vmap(lambda key: jax.random.normal(key, shape))(target_key_P)
+        else:
+            eps_PMZ = jnp.zeros((len(h_PD), *shape))
         x_PNZ = self(h_PD, noise_PNE)
         loss_P = -energy_score(x_PNZ, target.posterior, eps_PMZ, self.config.beta)
         weight = self.config.decoded_brier_weight
