@@ -24,6 +24,11 @@ _STAGE_2 = {
     "constant-rate": ["--config.lm.optimizer.schedule=constant"],
     "noise_size-256": ["--config.lm.head.noise_size=256"],
     "beta-1.5": ["--config.lm.head.beta=1.5"],
+    "target-mean": ["--config.lm.head.num_target_samples=0"],
+    "target-mean-warmup-300": [
+        "--config.lm.head.num_target_samples=0",
+        "--config.lm.optimizer.warmup_steps=300",
+    ],
 }
 # A change of stage 1, by its name, and the flags that change stage 2.
 _BOTH = {
