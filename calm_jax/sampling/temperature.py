@@ -76,8 +76,9 @@ def _weight_tables(
 
     The first is the weight of a chunk at level n: C(c, s) for c > n, `(1-a)^2 C(c, s)` at c = n, 0 below. The factor at
     c = n makes the rule continuous in T; the square is fitted, not derived. The second is the weight that the chunk keeps
-    when the chosen copies are left out of the pool: C(c-s, s), which is 0 for c < n, so also at all lower levels. The third is the weight at the lower levels m, where m
-    is the largest count, so that only chunks with c = m have a weight: `(1-a)^2 C(c, c+a)`.
+    when the chosen copies are left out of the pool: C(c-s, s), which is 0 for c < n, and so at all lower levels. The third
+    is the weight at the lower levels m, where m is the largest count, so that only chunks with c = m have a weight:
+    `(1-a)^2 C(c, c+a)`.
     """
     count, exponent = np.arange(most + 1.0), np.asarray(whole + fraction)
     at_level = 2 * math.log1p(-fraction)

@@ -168,7 +168,7 @@ def parse(fields: dict[str, Any], generator: Generator, limits: Limits) -> Compl
                 f"stream_options has the unknown field {name!r}: it may have include_usage",
                 "stream_options",
             )
-    # Nothing is done with it.
+    # Checked, but not used.
     _field(fields, "user", str)
     return CompletionRequest(
         [prompt for prompt in prompts for _ in range(num)],
