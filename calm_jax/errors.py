@@ -6,15 +6,24 @@ from collections.abc import Iterable
 _LONGEST_MESSAGE = 1500
 
 
+def shortened(message: str, most: int) -> str:
+    """A message of at most `most` characters. Its middle is left out, as it may quote input of any length between key and reason."""
+    if len(message) <= most:
+        return message
+    cut = " ... "
+    kept = most - len(cut)
+    return f"{message[: kept // 2]}{cut}{message[kept // 2 - kept :]}"
+
+
 class UserError(Exception):
     """Bad input. The message is one line with the flag, key or file, its value, and what to do instead.
 
     Commands print it without a traceback and exit with status 2. Because a message may quote input of any length, line breaks
-    are replaced by spaces and the message is cut after 1500 characters.
+    are replaced by spaces, and the middle of more than 1500 characters is left out.
     """
 
     def __init__(self, message: str):
-        super().__init__(" ".join(message.splitlines())[:_LONGEST_MESSAGE])
+        super().__init__(shortened(" ".join(message.splitlines()), _LONGEST_MESSAGE))
 
 
 def reason_of(error: BaseException) -> str:

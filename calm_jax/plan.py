@@ -24,7 +24,7 @@ from calm_jax.cli.command import command
 from calm_jax.cli.files import nan_to_none
 from calm_jax.cli.flags import define_recipe, parse_flags
 from calm_jax.cli.output import owned_output, write_result
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, shown
 
 _CONFIG = define_recipe("recipe: a file with get_config()")
 _TOPOLOGY = flags.DEFINE_string("topology", "", "hardware, such as v5e:4x4, v5p:2x2x1 or h100:8")
@@ -56,9 +56,9 @@ def main(argv: list[str]) -> int:
             "give either --topology=v5e:4x4, or --fit=v5e for the smallest size that fits"
         )
     if not 0 <= _PRICE.value < math.inf:
-        raise UserError(f"--price_per_hour={_PRICE.value:g} must be a number from 0 on")
+        raise UserError(f"--price_per_hour={shown(_PRICE.value)} must be a number from 0 on")
     if not 0 < _EFFICIENCY.value <= 1:
-        raise UserError(f"--efficiency={_EFFICIENCY.value:g} must be in (0, 1]")
+        raise UserError(f"--efficiency={shown(_EFFICIENCY.value)} must be in (0, 1]")
     with owned_output(_OUTPUT, _OVERWRITE.value) as output:
         return _plan(_CONFIG.value, output)
 
@@ -78,7 +78,7 @@ def _plan(recipe: ConfigDict, output: pathlib.Path | None) -> int:
         for flag in (_PRICE, _EFFICIENCY):
             if flag.value != flag.default:
                 raise UserError(
-                    f"--{flag.name}={flag.value:g} has no meaning with --stage={stage}: leave it out"
+                    f"--{flag.name}={shown(flag.value)} has no meaning with --stage={stage}: leave it out"
                 )
         return others[stage](config, topology.parse(_TOPOLOGY.value), output)
     tries: list[planner.Try] = []

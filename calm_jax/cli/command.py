@@ -84,7 +84,14 @@ def open_streams() -> None:
 
 
 def status_unwritten(error: OSError) -> int:
-    """The exit status of a command whose output cannot be written; says so. Raises any other `error` again."""
+    """The exit status of a command whose output nobody reads any more, or cannot be written, which it says.
+
+    From here on the output goes nowhere. Raises any other `error` again.
+    """
+    if isinstance(error, BrokenPipeError):
+        _drop(sys.stdout)
+        _drop(sys.stderr)
+        return 128 + signal.SIGPIPE
     if error.errno not in _WAYS_OUT:
         raise error
     _drop(sys.stdout)
@@ -93,13 +100,6 @@ def status_unwritten(error: OSError) -> int:
         f"error: {error.strerror}, for the output or a file: {_WAYS_OUT[error.errno]}; files that are complete are kept"
     )
     return 2
-
-
-def status_unread() -> int:
-    """The exit status of a command whose output nobody reads any more. From here on its output goes nowhere."""
-    _drop(sys.stdout)
-    _drop(sys.stderr)
-    return 128 + signal.SIGPIPE
 
 
 def end_soon() -> NoReturn:
@@ -143,8 +143,6 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
         except UserError as error:
             _say(f"error: {error}")
             status = 2
-        except BrokenPipeError:
-            status = status_unread()
         except OSError as error:
             status = status_unwritten(error)
         except Interrupted as interruption:

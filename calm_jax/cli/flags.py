@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from calm_jax.cli.command import open_streams, status_unread, status_unwritten
+from calm_jax.cli.command import open_streams, status_unwritten
 from calm_jax.cli.files import local_path
 from calm_jax.errors import UserError, nearest, typed_reason_of
 
@@ -24,8 +24,6 @@ flags.disclaim_key_flags()
 def _status_of_help() -> int:
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        return status_unread()
     except OSError as error:
         return status_unwritten(error)
     return 0
@@ -46,8 +44,6 @@ def _one_line_errors() -> Iterator[None]:
             raise
         # absl ends --help with status 1, which means a defect here.
         sys.exit(_status_of_help())
-    except BrokenPipeError:
-        sys.exit(status_unread())
     except OSError as error:
         sys.exit(status_unwritten(error))
     else:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from calm_jax.cli.progress import counted
-from calm_jax.errors import UserError, nearest
+from calm_jax.errors import UserError, nearest, shortened
 from calm_jax.run.continuation import Prompt
 from calm_jax.run.generator import Generator
 from calm_jax.sampling.config import CALM_ONLY, SampleConfig
 
 # At most so many stop strings in a request, and characters in each: every chunk is searched for them.
 _MOST_STOPS, _LONGEST_STOP = 16, 256
-# Of longer messages the middle is left out, because they may quote what the client sent.
+# The most characters of a message, which may quote what the client sent.
 _LONGEST_MESSAGE = 500
 # Of a longer number Python would refuse to read the digits. No field takes one as long.
 _MOST_DIGITS = 1000
@@ -66,10 +66,8 @@ class RequestError(Exception):
         headers: dict[str, str] | None = None,
     ):
         super().__init__(message)
-        if len(message) > _LONGEST_MESSAGE:
-            half = _LONGEST_MESSAGE // 2
-            message = f"{message[: half - 3]} ... {message[-half + 2 :]}"
-        self.status, self.message, self.param = status, message, param
+        self.status, self.param = status, param
+        self.message = shortened(message, _LONGEST_MESSAGE)
         self.kind, self.headers = kind, headers
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from calm_jax.cli import signals
 from calm_jax.cli.files import atomic_folder, nan_to_none
-from calm_jax.errors import Interrupted
+from calm_jax.errors import Interrupted, UserError
 from calm_jax.parallel.signals import EndTogetherOnSignal
 from tests.workdirs import ROOT, run
 
@@ -79,6 +79,12 @@ def test_help_that_cannot_be_written_ends_as_all_output_does(unbuffered):
     with open("/dev/full", "w") as full:
         assert end(full) == (2, FULL_DISK)
     assert end(None, "sh", "-c", 'exec "$0" "$@" >&-') == (0, "")
+
+
+def test_a_message_that_quotes_much_keeps_its_reason():
+    message = str(UserError(f"--seed={'7' * 3000} must be in [0, 2**32)"))
+    assert len(message) == 1500
+    assert message.startswith("--seed=7") and message.endswith("7 must be in [0, 2**32)")
 
 
 def test_nan_and_infinities_become_null_at_every_depth_of_a_json_tree():

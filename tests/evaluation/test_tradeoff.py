@@ -18,6 +18,7 @@ from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.run import report
 from calm_jax.sampling.chunk_model import ChunkModel
 from configs import quickstart
+from tests.compiler_options import OPTIMISED
 
 PAD = ByteTokenizer(b"").pad_id
 # For each K, the chunks of the known distribution and their probabilities; chunks share prefixes.
@@ -55,12 +56,12 @@ def known_model(chunk_size: int) -> ChunkModel:
 
 @pytest.fixture(autouse=True)
 def _optimised(monkeypatch):
-    """Compiles with optimisation, which tests leave out (conftest.py): comparing all pairs of 500 draws takes far longer than that."""
+    """Comparing all pairs of 500 draws takes far longer than optimising the program."""
     for name, static in (("_sample", "config"), ("_collision", "num_draws")):
         optimised = jax.jit(
             getattr(tradeoff, name),
             static_argnames=("bind", static),
-            compiler_options={"xla_backend_optimization_level": 1},
+            compiler_options=OPTIMISED,
         )
         monkeypatch.setattr(tradeoff, name, optimised)
 

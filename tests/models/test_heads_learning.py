@@ -19,6 +19,7 @@ from calm_jax.models.heads import LATENT_HEADS
 from calm_jax.models.heads.diffusion import cosine_schedule
 from calm_jax.models.heads.softmax import SoftmaxHead
 from calm_jax.tasks import AutoregressiveTask, CalmTask
+from tests.compiler_options import OPTIMISED
 from tests.models.networks import autoencoder_config, keys, random_like, transformer_config
 from tests.models.tiny_heads import D, build_head, draws_of, initial, normal, target_of
 
@@ -38,9 +39,7 @@ def trained(loss_of, params, steps, learning_rate, seed=0):
     def run(params):
         return jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(steps))
 
-    # With optimisation, which tests leave out (conftest.py): hundreds of steps take longer than that.
-    optimised = jax.jit(run, compiler_options={"xla_backend_optimization_level": 1})
-    (params, _), losses = optimised(params)
+    (params, _), losses = jax.jit(run, compiler_options=OPTIMISED)(params)
     return params, np.asarray(losses)
 
 

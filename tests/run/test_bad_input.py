@@ -258,6 +258,7 @@ def test_generation_refuses_a_folder_without_a_model(option):
 # The head of the model and flags of the generate command, of which the last is bad, and what the message must contain.
 SAMPLE = {
     ("energy", "--temperature=2"): "--temperature=2 must be in (0, 1]",
+    ("energy", "--temperature=1.0000001"): "--temperature=1.0000001 must be in (0, 1]",
     ("energy", "--temperature=0"): "--temperature=0 must be in (0, 1]",
     ("energy", "--temperature=-1"): "--temperature=-1 must be",
     ("energy", "--temperature=nan"): "--temperature=nan must be",

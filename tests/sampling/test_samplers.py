@@ -20,6 +20,7 @@ from calm_jax.sampling.chunk_model import ChunkModel
 from calm_jax.sampling.config import MOST_COMPARED, SamplerConfig
 from calm_jax.sampling.pools import Prefix, complete_chunk
 from calm_jax.sampling.samplers import SAMPLERS, check_sampler, fewest_draws, sample_chunk
+from tests.compiler_options import OPTIMISED
 from tests.sampling import laws
 from tests.sampling.laws import FALSE_ALARM, FAR, PROBS, compositions, power
 
@@ -60,9 +61,8 @@ def config_of(temperature_, sampler, **changes):
 
 
 def compiled(function, rows):
-    """With optimisation, which tests leave out (conftest.py), where many rows compute for longer than it takes."""
-    options = {"xla_backend_optimization_level": 1} if rows >= 3000 else None
-    return jax.jit(function, compiler_options=options)
+    """Jits a function of so many rows; many compute for longer than optimising the program takes."""
+    return jax.jit(function, compiler_options=OPTIMISED if rows >= 3000 else None)
 
 
 def run(model, config, rows, law=0, seed=0, active=None):
