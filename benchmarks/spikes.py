@@ -69,8 +69,8 @@ def _programs() -> tuple[Callable, Callable, Callable, TrainState]:
         for one in (rate, higher)
     )
     held_out = jax.tree.map(jnp.asarray, _batch(np.random.default_rng(10**6)))
-    key_B, step = jax.random.split(key, _ROWS), jnp.int32(0)
-    loss = jax.jit(lambda params: task.loss(params, {}, held_out, key_B, step)["loss"])
+    key_B = jax.random.split(key, _ROWS)
+    loss = jax.jit(lambda params: task.loss(params, {}, held_out, key_B)["loss"])
     optimizer, mesh = make_optimizer(rate, _STEPS), make_mesh(_MESH)
     return usual, spiking, loss, init_state(task, optimizer, {}, held_out, key, mesh)
 

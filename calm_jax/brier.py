@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from calm_jax.losses import ORDERS
 from calm_jax.models.kv_cache import Memory, SegmentIds
 from calm_jax.parallel.loops import map_positions
 from calm_jax.sampling.chunk_model import ChunkModel
+
+# The longest n-gram that is scored.
+ORDERS = 4
 
 # At most an eighth of a block's starts, rounded up, are continued together. The last of these groups is filled up with starts whose
 # terms are 0; smaller groups waste fewer of them.

@@ -12,6 +12,8 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from absl import logging
+
 from calm_jax.data.corpus import DataConfig
 from calm_jax.data.packing import BlockConfig
 from calm_jax.data.tokenizers import TokenizerConfig
@@ -203,9 +205,6 @@ _MOST_BATCH_TOKENS = 2**28
 # Keys that older versions lacked, each with the value that gives the older behaviour, so that older workdirs stay readable.
 _ADDED: dict[str, Any] = {
     "autoencoder.random_chunks": 0.0,
-    "lm.head.decoded_brier_weight": 0.0,
-    "lm.head.decoded_brier_delay": 0,
-    "lm.head.decoded_brier_temperature": 1.0,
     "lm.token_loss_weight": 0.0,
     "lm.token_prior_weight": 0.0,
     "sample.shown_candidates": 0,
@@ -213,6 +212,13 @@ _ADDED: dict[str, Any] = {
 }
 # Keys that older versions lacked, each with the key of the same section whose value it then takes.
 _ADDED_AS = {"lm.model.rms_norm_epsilon": "norm_epsilon"}
+# Keys that older versions had for a loss that is no longer there, its weight first. They are read past, so that older workdirs stay
+# readable.
+_REMOVED = (
+    "lm.head.decoded_brier_weight",
+    "lm.head.decoded_brier_delay",
+    "lm.head.decoded_brier_temperature",
+)
 # Keys whose type has changed since an older version, with the end of the error message about a value of the older type.
 _OLDER_TYPES = {"lm.model.remat": ": 'full' is what True was, 'none' what False was"}
 
@@ -227,6 +233,16 @@ def _build(cls: Any, section: Mapping[str, Any], path: str) -> Any:
     if not hasattr(section, "keys"):  # a dict or a ConfigDict
         name = path.rstrip(".") or "the config"
         raise UserError(f"{name}={section!r} must be a section of keys")
+    removed = {
+        f"{path}{key}": value for key, value in section.items() if f"{path}{key}" in _REMOVED
+    }
+    section = {key: value for key, value in section.items() if f"{path}{key}" not in removed}
+    if removed.get(_REMOVED[0]):
+        logging.warning(
+            "%s=%s is of an older version: the model works as before, but training goes on without this loss, which calm_jax no longer has",
+            _REMOVED[0],
+            removed[_REMOVED[0]],
+        )
     for key in section:
         if key not in fields:
             raise UserError(f"config has no key {path}{key!s}: {nearest(key, list(fields))}{hint}")
@@ -379,9 +395,6 @@ _HEAD_SAMPLING_KEYS = ("lm.head.num_steps", "lm.head.solver")
 _LOSS_KEYS = (
     *("autoencoder.model.dropout", "autoencoder.model.kl_clamp", "autoencoder.model.kl_weight"),
     *("lm.head.num_samples", "lm.head.num_target_samples", "lm.head.beta"),
-    "lm.head.decoded_brier_weight",
-    "lm.head.decoded_brier_delay",
-    "lm.head.decoded_brier_temperature",
 )
 # Keys of a model that change neither which parameters it has nor what they mean: a run may start from the parameters of a run with
 # other values.

@@ -103,7 +103,7 @@ def get_config() -> ConfigDict:
     # cannot change it later, since the network has parameters. Not for a softmax head.
     config.lm.token_loss_weight = 0.0
     # What the token predictor's logits are multiplied by before they are added to the decoder's, wherever draws of the head are
-    # decoded: in the decoded Brier loss, in scores and in generation (paper: 0). A small model then writes more words
+    # decoded: in scores and in generation (paper: 0). A small model then writes more words
     # (docs/training.md). Needs the token loss.
     config.lm.token_prior_weight = 0.0
     # Published: documents have no eos, and a chunk may contain the end of one document and the start of the next.
@@ -279,16 +279,6 @@ def _energy_head() -> ConfigDict:
     head.num_target_samples = 100
     # Exponent of the distance in the energy score, in (0, 2]; the score is strictly proper below 2 (paper: 1).
     head.beta = 1.0
-    # Weight of a second loss, with which small models learn much faster where there is no token prior (docs/training.md): the
-    # Brier score of the tokens to which the frozen autoencoder decodes the N samples (paper: 0). It computes N K logits over the
-    # vocabulary for each chunk, which a vocabulary of 128,000 tokens makes the most expensive part of a step by far
-    # (docs/experiments.md).
-    head.decoded_brier_weight = 0.0
-    # Steps before this loss begins. At first the samples decode to tokens unlike the text, and the loss slows training down.
-    head.decoded_brier_delay = 0
-    # Divides the logits in this loss. Above 1, a sample that decodes to a wrong token for certain still has a gradient; below 1,
-    # probabilities are nearer to the most likely token, which generation takes.
-    head.decoded_brier_temperature = 1.0
     return head
 
 

@@ -30,7 +30,6 @@ def get_config(argument: str = "") -> ConfigDict:
             f"{error}; convert a published checkpoint first; to resume a fine-tuning run, give "
             "--config=configs/workdir.py:RUN"
         ) from error
-    was_finetuned = bool(config.init_from and config.data.prompt_field)
     # A trailing slash must not make a resumed run differ from the stored config.
     config.init_from = os.path.normpath(folder)
     config.stage = "lm"
@@ -48,11 +47,8 @@ def get_config(argument: str = "") -> ConfigDict:
     data.append_eos = True
     data.align_documents_to_chunks = True
 
-    # The decoded Brier loss needs no delay, because the head has already learnt to draw latents that decode to text.
-    if "decoded_brier_weight" in config.lm.head:
-        config.lm.head.decoded_brier_delay = 0
     if has_prompts:
-        _set_for_records(config, was_finetuned)
+        _set_for_records(config)
 
     # All available devices, whatever mesh the model was trained on.
     config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, -1, 1
@@ -74,22 +70,12 @@ def get_config(argument: str = "") -> ConfigDict:
     return config
 
 
-def _set_for_records(config: ConfigDict, was_finetuned: bool) -> None:
-    """Losses, token prior and temperature for answers that are to be exact. `was_finetuned`: whether the workdir's run had records itself."""
-    head = config.lm.head
+def _set_for_records(config: ConfigDict) -> None:
+    """Token prior and temperature for answers that are to be exact."""
     if config.lm.token_prior_weight:
-        # The token predictor learns new answers in a few hundred steps, and sooner without the decoded Brier loss. Generation follows
-        # it more closely than scores do, so that the head's draws need not be exact (docs/experiments.md).
+        # The token predictor learns new answers in a few hundred steps. Generation follows it more closely than scores do, so that
+        # the head's draws need not be exact (docs/experiments.md).
         config.sample.token_prior_scale = max(4.0, config.sample.token_prior_scale)
-        if "decoded_brier_weight" in head:
-            head.decoded_brier_weight = 0.0
-    elif "decoded_brier_weight" in head:
-        # A quarter of the weight that the decoded Brier loss had in training on text. With the whole weight, this loss is mostly noise
-        # to the head where records are few; without it, the model forgets text that is mixed with them (docs/experiments.md).
-        if not was_finetuned:
-            head.decoded_brier_weight /= 4
-        # At 1, answers that all draws decode wrongly for certain stay wrong (docs/experiments.md).
-        head.decoded_brier_temperature = 3.0
 
     # An answer is wanted that is likely, and not one of many.
     if config.sample.sampler == "noise":

@@ -75,40 +75,46 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.eval.block_tokens = 512
     config.sample.prompts = ("def ", "import ", "class ", "    def __init__(self, ")
     config = common.variant(config, arguments)
-    if config.chunk_size > 2:
-        _set_longer_chunks(config)
-    if config.chunk_size > 4:
-        # With the width above it would reconstruct 69 % of the tokens for K = 8 (docs/comparison.md).
-        model = config.autoencoder.model
-        model.hidden_size, model.intermediate_size = 256, 640
-        config.autoencoder.optimizer.learning_rate = 3e-3
     # From p^(1/T) at lower temperatures a model this small writes mostly spaces, the most likely text in Python code. With less noise
     # (the sampler "noise", one draw) it is right more often, but with the token prior it writes fewer different words and more spaces
     # (docs/benchmarks.md).
     config.sample.temperature = 1.0
-    if config.lm.head.name == "energy":
-        if config.chunk_size <= 2:
-            # Draws between two likely chunks then decode to likely tokens, not to rare ones: the model writes more words, and has a
-            # higher score (docs/experiments.md). For K = 4 and 512 tokens it writes fewer.
-            config.lm.token_prior_weight = 3.0
-            # As many as fit into eight minutes: a step of other heads, or with the decoded Brier loss, costs more.
-            config.lm.training.num_steps, config.lm.training.eval_every = 1750, 875
-        else:
-            # A second loss that is not in the paper: for K = 4, BrierLM is 22 with both, and 7 with the paper's loss alone after four
-            # times the steps. For K <= 2, where there is the token prior, this loss costs more than it brings.
-            config.lm.head.decoded_brier_weight = 16.0
-            config.lm.head.decoded_brier_delay = 300
-            config.sample.temperature = 0.33
+    is_energy = config.lm.head.name == "energy"
+    if is_energy:
         config.sample.sampler = "noise"
+    if config.chunk_size > 2:
+        _set_longer_chunks(config)
+        if is_energy:
+            config.sample.temperature = 0.33
+            if config.chunk_size > 4:
+                # With so many latent dimensions the posterior's noise hides what differs between chunks (docs/training.md).
+                config.lm.head.num_target_samples = 0
+    elif is_energy:
+        # Draws between two likely chunks then decode to likely tokens, not to rare ones: the model writes more words, and has a
+        # higher score (docs/experiments.md). For K = 4 it writes more spaces.
+        config.lm.token_prior_weight = 3.0
+        # As many as fit into eight minutes: a step of other heads costs more.
+        config.lm.training.num_steps, config.lm.training.eval_every = 1750, 875
     return config
 
 
 def _set_longer_chunks(config: ConfigDict) -> None:
-    """K > 2: shorter tokens, which an autoencoder of this width reconstructs after more steps."""
-    config.tokenizer.vocab_size = 512
-    config.autoencoder.random_chunks = 0.25
+    """K > 2: fewer different tokens, and a wider autoencoder, which trains for more steps."""
+    model = config.autoencoder.model
+    model.hidden_size, model.intermediate_size = 256, 640
+    config.autoencoder.optimizer.learning_rate = 3e-3
     training = config.autoencoder.training
-    training.num_steps, training.eval_every = 3500, 1750
+    if config.chunk_size <= 4:
+        config.tokenizer.vocab_size = 2048
+        # A quarter of the paper's latent dimensions: the backbone then learns more from the head's loss (docs/training.md).
+        model.latent_size = 8 * config.chunk_size
+        config.autoencoder.random_chunks = 0.1
+        training.num_steps, training.eval_every = 2500, 1250
+    else:
+        config.tokenizer.vocab_size = 512
+        config.autoencoder.random_chunks = 0.25
+        training.num_steps, training.eval_every = 3500, 1750
     config.lm.optimizer.learning_rate = 6e-4
+    config.lm.optimizer.warmup_steps = 300
     training = config.lm.training
     training.num_steps, training.eval_every, training.batch_size = 1550, 775, 2

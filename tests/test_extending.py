@@ -53,9 +53,9 @@ class GaussianHead(nn.Module):
         noise_PNZ = jax.vmap(lambda key: jax.random.normal(key, shape))(key_P)
         return self.layers(h_PD)[:, None] + noise_scale * noise_PNZ
 
-    def loss(self, h_PD, target, key_P):
+    def loss(self, h_PD, posterior, key_P):
         draws_PNZ = self.sample(h_PD, self.config.num_samples, key_P, 1)
-        return -energy_score(draws_PNZ, target.posterior, jnp.zeros_like(draws_PNZ), beta=1)
+        return -energy_score(draws_PNZ, posterior, jnp.zeros_like(draws_PNZ), beta=1)
 
 
 def mean_sampler(model, h_BD, key_B, active_B, config):

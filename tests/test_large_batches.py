@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calm_jax.losses import Posterior, Target, clamped_kl, cross_entropy, energy_score
+from calm_jax.losses import Posterior, clamped_kl, cross_entropy, energy_score
 from calm_jax.models.autoencoder import Autoencoder, AutoencoderConfig
 from calm_jax.models.heads.energy import EnergyHead, EnergyHeadConfig
 from tests.workdirs import run_program
@@ -57,9 +57,7 @@ def vocabulary_loss(h_PZ, eps_PMZ):
 
 
 def head_loss(h_PZ, eps_PMZ):
-    head = EnergyHead(
-        EnergyHeadConfig("energy", 1, 4, 2, 2, 1.0, 0.0, 0, 1.0), Z, Z, 1e-6, jnp.float32
-    )
+    head = EnergyHead(EnergyHeadConfig("energy", 1, 4, 2, 2, 1.0), Z, Z, 1e-6, jnp.float32)
     posterior = Posterior(eps_PMZ[:, 0], -jnp.ones_like(h_PZ))
     # A row's own key: from its numbers, whatever its place in the batch.
     seed_P = jnp.abs(eps_PMZ[:, 0, 0] * 1e4).astype(jnp.uint32)
@@ -70,7 +68,7 @@ def head_loss(h_PZ, eps_PMZ):
     params = jax.tree.map(
         lambda x: 0.3 * jnp.sin(jnp.arange(x.size) + 1.0).reshape(x.shape), shapes
     )
-    return head.apply(params, h_PZ, Target(posterior, None, None, None, None), key_P, method="loss")
+    return head.apply(params, h_PZ, posterior, key_P, method="loss")
 
 
 def autoencoder_loss(h_PZ, eps_PMZ):

@@ -1,4 +1,4 @@
-"""A recipe that trains in seconds: `--config=tests/tiny_recipe.py:GLOB[,head=...,k=...]` or `GLOB,all_losses` reads GLOB."""
+"""A recipe that trains in seconds: `--config=tests/tiny_recipe.py:GLOB[,head=...,k=...]` or `GLOB,token_predictor` reads GLOB."""
 
 from ml_collections import ConfigDict
 
@@ -20,9 +20,8 @@ def get_config(arguments: str) -> ConfigDict:
     model.remat = "none"
     config.lm.head.noise_size = 4
     config.lm.head.num_target_samples = 4
-    # Small, so that compiling is fast: the paper's loss alone, but with the argument "all_losses".
-    config.lm.head.decoded_brier_weight = config.lm.token_loss_weight = 0.0
-    config.lm.token_prior_weight, config.lm.head.decoded_brier_delay = 0.0, 0
+    # Small, so that compiling is fast: the paper's loss alone, but with the argument "token_predictor".
+    config.lm.token_loss_weight = config.lm.token_prior_weight = 0.0
     config.lm.data.block_tokens = 32
     config.autoencoder.data.block_tokens = 32
     for stage in (config.autoencoder, config.lm):
@@ -47,9 +46,7 @@ def get_config(arguments: str) -> ConfigDict:
     config.sample.max_tokens = 8
     config.eval.context_tokens = 16
     config.eval.block_tokens = 32
-    if changes == "all_losses":
-        config.lm.head.decoded_brier_weight = 2.0
-        config.lm.head.decoded_brier_delay = 5
+    if changes == "token_predictor":
         config.lm.token_loss_weight, config.lm.token_prior_weight = 0.5, 2.0
         changes = ""
     common.variant(config, changes)

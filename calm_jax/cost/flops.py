@@ -144,15 +144,6 @@ def _token_logits(config: Config, vocab_size: int) -> float:
     return config.chunk_size * _linear(config.lm.model.hidden_size, vocab_size)
 
 
-def _decoded_brier(config: Config, vocab_size: int) -> float:
-    """The forward pass of the Brier loss of decoded draws, for one chunk; nearly all of it is decoding them."""
-    head, K = config.lm.head, config.chunk_size
-    if not isinstance(head, EnergyHeadConfig) or not head.decoded_brier_weight:
-        return 0.0
-    N = head.num_samples
-    return N * decoder(config.autoencoder.model, K, vocab_size) + 2.0 * N**2 * K * vocab_size
-
-
 def _seen(positions: int, count: Count) -> float:
     """How many of `positions` positions each position attends to, on average."""
     return PAPER_CONTEXT if count is Count.PAPER else (positions + 1) / 2
@@ -187,13 +178,6 @@ def lm_training(config: Config, vocab_size: int, count: Count) -> Flops:
         flops["encoder"] = (3 if count is Count.PAPER else 1) * encoder(config.autoencoder.model, K)
         if count is Count.OURS:
             flops["energy score"] = 3 * _energy_score(config)
-            # The decoder is frozen: its backward pass has the gradient of its input alone.
-            brier = 2 * _decoded_brier(config, vocab_size)
-            if brier and config.lm.token_prior_weight:
-                # The token predictor's logits, which get no gradient here.
-                brier += _token_logits(config, vocab_size)
-            if brier:
-                flops["decoded Brier loss"] = brier
     return {name: share * part for name, part in flops.items()}
 
 

@@ -111,9 +111,7 @@ def fsdp_traffic(
       - every trained parameter is gathered for the forward pass and again for the backward pass, and its gradient is
         scattered once, all in `compute_dtype`. The language model's token embeddings are gathered only once, because
         their gradient does not need their values;
-      - of the frozen autoencoder, the encoder and the embeddings are gathered once, in float32; with
-        `decoded_brier_weight` the decoder is read too, and with `token_prior_weight` the token predictor's table once more;
-        neither is counted.
+      - of the frozen autoencoder, the encoder and the embeddings are gathered once, in float32.
     Per step, on a mesh with a data axis: an all-reduce over it of each device's shard of the gradients.
 
     Args:

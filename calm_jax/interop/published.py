@@ -173,9 +173,6 @@ class PublishedConfig:
                 num_samples=samples,
                 num_target_samples=_NUM_TARGET_SAMPLES,
                 beta=self.number("beta"),
-                decoded_brier_weight=0.0,
-                decoded_brier_delay=0,
-                decoded_brier_temperature=1.0,
             )
         if self.architecture == DIFFUSION:
             return DiffusionHeadConfig("diffusion", blocks, samples, _DIFFUSION_STEPS)
@@ -314,16 +311,10 @@ def _refuse_unlike_hard_coded(config: Config) -> None:
 def not_carried_over(config: Config) -> list[str]:
     """Notes on what the published code does in another way: losses, and the token prior in decoding."""
     lm, notes = config.lm, []
-    if isinstance(lm.head, EnergyHeadConfig):
-        if lm.head.num_target_samples != _NUM_TARGET_SAMPLES:
-            notes.append(
-                f"lm.head.num_target_samples={lm.head.num_target_samples}: the published code trains with "
-                f"{_NUM_TARGET_SAMPLES}"
-            )
-        if lm.head.decoded_brier_weight:
-            notes.append(
-                f"lm.head.decoded_brier_weight={lm.head.decoded_brier_weight}: the published code does not have this loss"
-            )
+    if isinstance(lm.head, EnergyHeadConfig) and lm.head.num_target_samples != _NUM_TARGET_SAMPLES:
+        notes.append(
+            f"lm.head.num_target_samples={lm.head.num_target_samples}: the published code trains with {_NUM_TARGET_SAMPLES}"
+        )
     if lm.token_loss_weight:
         notes.append(
             f"lm.token_loss_weight={lm.token_loss_weight}: the token predictor, which the published code does not have, is left out"

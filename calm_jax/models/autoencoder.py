@@ -138,16 +138,6 @@ class Autoencoder(nn.Module):
             x_PKD = self._refine(self.unfold(latent_PZ))
             return vocabulary.logits(x_PKD, self.embed.embedding)
 
-    def decode_draws(self, latent_PNZ: Array) -> Array:
-        """Latents of N draws [P, N, Z] -> float32 logits [P, K, N, V].
-
-        The draws are next to each other for each token, as products of two draws' probabilities read them.
-        """
-        with jax.named_scope("decode"):
-            x_RKD = self.unfold(latent_PNZ.reshape(-1, latent_PNZ.shape[-1]))
-            x_PNKD = x_RKD.reshape(*latent_PNZ.shape[:2], *x_RKD.shape[1:])
-            return vocabulary.logits(self._refine(x_PNKD.swapaxes(1, 2)), self.embed.embedding)
-
     def unfold(self, latent_PZ: Array) -> Array:
         """First part of the decoder: latents [P, Z] -> one vector for each of the K positions, [P, K, D].
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.losses import Target
+from calm_jax.losses import Posterior
 from calm_jax.models.heads.softmax import SoftmaxHead
 from calm_jax.models.kv_cache import Memory
 from calm_jax.models.layers import layer_norm, linear, look_up, normal_init, silu
@@ -159,9 +159,9 @@ class CALM(nn.Module):
         """The inputs of the transformer, one vector per chunk, [B, L, D]."""
         return self.embed(tokens_BLK)
 
-    def loss(self, h_PD: Array, target: Target, key_P: Array) -> Array:
-        """The head's loss at each position, float32 [P]: hidden states against the next chunks."""
-        return self.head.loss(h_PD, target, key_P)
+    def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
+        """The head's loss at each position, float32 [P]: hidden states against the latents of the next chunks."""
+        return self.head.loss(h_PD, posterior, key_P)
 
     def token_features(self, h_BLD: Array) -> Array:
         """See `TokenPredictor.features`."""

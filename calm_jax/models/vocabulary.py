@@ -20,9 +20,9 @@ from calm_jax.parallel.constraints import (
 from calm_jax.parallel.devices import target_device
 from calm_jax.parallel.products import product_in_float32
 
-# The largest array of logits that the loss holds on a device, in elements. The arithmetic in `cross_entropy` says why it is not
-# smaller.
-_MAX_LOGITS = losses.MAX_LOGITS
+# The largest array of logits that the loss holds on an accelerator, in elements: 512 MiB in float32, a thirtieth of the smallest
+# one's memory. The arithmetic in `cross_entropy` says why it is not smaller.
+_MAX_LOGITS = 2**27
 # The same on a CPU: 32 MiB, which mostly stay in its cache. Computing these logits twice takes no longer than writing all
 # logits to memory and reading them again (docs/benchmarks.md).
 _MAX_LOGITS_ON_CPU = 2**23

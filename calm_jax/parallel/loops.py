@@ -1,53 +1,11 @@
-"""Loops inside a compiled step: over blocks of rows or positions, whose memory is that of one block, and over layers."""
+"""Loops inside a compiled step: over blocks of positions, whose memory is that of one block, and over layers."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
-from calm_jax.parallel.constraints import batch_shards, constrain
 from calm_jax.parallel.devices import GPUS, target_device
-from calm_jax.parallel.mesh import BATCH
-
-
-def map_in_blocks(function: Callable[[Any], Any], most: int, tree: Any) -> Any:
-    """`function(tree)`, computed for one block of rows after the other, so that its memory is that of one block.
-
-    Args:
-        function: maps arrays with R rows, their first axis, to arrays with R rows; what it does with a row depends on no other
-            row. It is also called with rows of zeros, which fill the last block, and whose results are dropped.
-        most: the number of rows of a block on each device, at least 1. Blocks are of equal size, which may be smaller.
-        tree: arrays with P >= 1 rows. If P does not divide over the mesh, `most` counts the rows of all devices together.
-
-    Returns:
-        As `function(tree)`.
-    """
-    ways = batch_shards()
-    rows = len(jax.tree.leaves(tree)[0])
-    if rows % ways:
-        ways = 1
-    num_blocks, size = _equal_blocks(rows // ways, most)
-    if num_blocks == 1:
-        return function(tree)
-
-    def split(x: jax.Array) -> jax.Array:
-        x = x.reshape(ways, -1, *x.shape[1:])
-        filling = [(0, 0), (0, num_blocks * size - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-        x = jax.numpy.pad(x, filling).reshape(ways, num_blocks, size, *x.shape[2:])
-        # Each block has rows of all devices, and all rows stay on their device.
-        x = x.swapaxes(0, 1).reshape(num_blocks, ways * size, *x.shape[3:])
-        return x if ways == 1 else jax.lax.with_sharding_constraint(x, PartitionSpec(None, *BATCH))
-
-    def join(x: jax.Array) -> jax.Array:
-        x = x.reshape(num_blocks, ways, size, *x.shape[2:]).swapaxes(0, 1)
-        x = x.reshape(ways, num_blocks * size, *x.shape[3:])[:, : rows // ways]
-        return constrain(x.reshape(rows, *x.shape[2:]))
-
-    blocks = jax.tree.map(split, tree)
-    return jax.tree.map(
-        join, jax.lax.map(lambda block: constrain(function(constrain(block))), blocks)
-    )
 
 
 def map_positions(function: Callable[[Any], Any], most: int, tree: Any) -> Any:

@@ -70,9 +70,7 @@ class AutoencoderTask:
         tokens_PK = jnp.zeros((1, self.model.chunk_size), jnp.int32)
         return self.model.init(key, tokens_PK)["params"]
 
-    def loss(
-        self, params: Params, frozen: Params, batch: Batch, key_B: Array, step: Array
-    ) -> Metrics:
+    def loss(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
         """Metrics per chunk, of chunks without a masked token: `loss`, `cross_entropy` (nats per token), `kl` (nats)."""
         tokens_BLK, targets_BLK = chunks(batch, self.model.chunk_size)
         if self.random_chunks:

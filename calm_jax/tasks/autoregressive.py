@@ -74,9 +74,7 @@ class AutoregressiveTask:
         """The cross-entropy of each token but the first in nats, [B, T-1], from the hidden states before them; 0 where masked."""
         return call(self.model, {"params": params}, "loss", h_BLD, targets_BLK[:, 1:, 0])
 
-    def loss(
-        self, params: Params, frozen: Params, batch: Batch, key_B: Array, step: Array
-    ) -> Metrics:
+    def loss(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
         """The cross-entropy per token in nats."""
         tokens_BLK, targets_BLK = chunks(batch, 1)
         # The last token is read too, as in `CalmTask.hidden`.

@@ -34,10 +34,8 @@ class Task(Protocol):
         """Fresh float32 parameters."""
         ...
 
-    def loss(
-        self, params: Params, frozen: Params, batch: Batch, key_B: Array, step: Array
-    ) -> Metrics:
-        """The metrics of training; the one called "loss" is minimised. `step` is the number of updates before this one."""
+    def loss(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
+        """The metrics of training; the one called "loss" is minimised."""
         ...
 
     def evaluate(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Any:

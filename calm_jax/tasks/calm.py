@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from calm_jax import brier
-from calm_jax.losses import Posterior, Target
-from calm_jax.models import vocabulary
+from calm_jax.losses import Posterior
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM
 from calm_jax.models.kv_cache import SegmentIds
 from calm_jax.models.stack import Stacks
-from calm_jax.parallel.constraints import gathered, rows_per_device
+from calm_jax.parallel.constraints import rows_per_device
 from calm_jax.parallel.loops import map_positions
 from calm_jax.rng import named
 from calm_jax.sampling.chunk_model import ChunkModel, at_once
@@ -81,7 +80,8 @@ class CalmTask:
             return self._frozen(frozen, "argmax_tokens", x, block, prior)
 
         def prior(h_PD: Array) -> Array:
-            return self._weighted(self._token_features(params, h_PD[:, None])[:, 0])
+            # The features are weighted and not their logits, because `vocabulary.argmax` does not allow `a + w * b`.
+            return self.token_prior_weight * self._token_features(params, h_PD[:, None])[:, 0]
 
         return chunk_model(
             self.model,
@@ -103,13 +103,6 @@ class CalmTask:
     def _token_features(self, params: Params, h_BLD: Array) -> Array:
         return call(self.model, {"params": params}, "token_features", h_BLD)
 
-    def _weighted(self, features_PKD: Array) -> Array:
-        """The token predictor's features times the prior's weight, in the model's dtype.
-
-        The features are weighted and not their logits, because `vocabulary.argmax` does not allow `a + w * b`.
-        """
-        return self.token_prior_weight * features_PKD
-
     def _frozen(self, frozen: Params, method: str, *arguments: Any) -> Any:
         """Calls the autoencoder in full float32 precision.
 
@@ -122,44 +115,6 @@ class CalmTask:
         """The frozen autoencoder's posterior of chunks of true tokens [P, K], without dropout."""
         return jax.lax.stop_gradient(self._frozen(frozen, "encode", tokens_PK))
 
-    def target(
-        self,
-        params: Params,
-        frozen: Params,
-        posterior: Posterior,
-        tokens_PK: Array,
-        features_PKD: Array | None,
-        step: Array | None,
-    ) -> Target:
-        """The target of the head's loss. It gives `params` and the features no gradient.
-
-        Args:
-            params: the model's.
-            frozen: the autoencoder's.
-            posterior: of the chunks of true tokens.
-            tokens_PK: the true tokens.
-            features_PKD: from `token_features`; None without a token prior.
-            step: the number of updates so far; None in evaluation.
-        """
-        # Gathered here, because the loss decodes in a loop over positions, each iteration of which would gather the decoder. What
-        # no loss decodes with is not gathered: the compiler removes it.
-        whole = jax.tree.map(gathered, frozen)
-        table_VD = None
-        if self.token_prior_weight:
-            # In the dtype in which it is multiplied, so that fewer bytes move.
-            table_VD = gathered(_token_table(params).astype(self.model.dtype))
-
-        def decode(latent_PNZ: Array, features_PKD: Array) -> Array:
-            logit_PKNV = self._frozen(whole, "decode_draws", latent_PNZ)
-            if table_VD is None:
-                return logit_PKNV
-            with jax.named_scope("decode"):
-                prior_PKV = vocabulary.logits(self._weighted(features_PKD), table_VD)
-                return logit_PKNV + prior_PKV[:, :, None]
-
-        context = jax.lax.stop_gradient(features_PKD)
-        return Target(posterior, tokens_PK, decode, context, step)
-
     def hidden(
         self, params: Params, tokens_BLK: Array, documents: SegmentIds | None = None
     ) -> Array:
@@ -170,9 +125,7 @@ class CalmTask:
         h_BLD, _ = call(self.model, {"params": params}, "hidden", tokens_BLK, documents)
         return h_BLD[:, :-1]
 
-    def loss(
-        self, params: Params, frozen: Params, batch: Batch, key_B: Array, step: Array
-    ) -> Metrics:
+    def loss(self, params: Params, frozen: Params, batch: Batch, key_B: Array) -> Metrics:
         """The loss per chunk, over chunks without a masked token; the first chunk is not predicted.
 
         It is the head's loss, plus the weighted loss of the token predictor where there is one.
@@ -182,14 +135,9 @@ class CalmTask:
         predictor = self.model.token_predictor
         x_BLKD = None if predictor is None else self._token_features(params, h_BLD)
         next_BLK = tokens_BLK[:, 1:]
-        next_PK = flatten(next_BLK)
-        posterior = self.posterior(frozen, next_PK)
-        features_PKD = None
-        if x_BLKD is not None and self.token_prior_weight:
-            features_PKD = flatten(x_BLKD)
-        target = self.target(params, frozen, posterior, next_PK, features_PKD, step)
+        posterior = self.posterior(frozen, flatten(next_BLK))
         key_P = flatten(split_keys(key_B, tokens_BLK.shape[1] - 1))
-        loss_P = call(self.model, {"params": params}, "loss", flatten(h_BLD), target, key_P)
+        loss_P = call(self.model, {"params": params}, "loss", flatten(h_BLD), posterior, key_P)
         counted_P = flatten(counted_chunks(0, targets_BLK))
         if predictor is None:
             return {"loss": total(loss_P, counted_P)}
@@ -207,10 +155,8 @@ class CalmTask:
         num_draws = brier.chunks_of(self.chunk_size)
         key_BLJ = predicted_keys(key_B, num_chunks, 1 + num_draws)
 
-        def loss_of(xs: tuple[Array, Posterior, Array, Array | None, Array]) -> Array:
-            h_BD, posterior, tokens_BK, features_BKD, key_B = xs
-            target = self.target(params, frozen, posterior, tokens_BK, features_BKD, None)
-            return call(self.model, {"params": params}, "loss", h_BD, target, key_B)
+        def loss_of(xs: tuple[Array, Posterior, Array]) -> Array:
+            return call(self.model, {"params": params}, "loss", *xs)
 
         model = self.bind(params, frozen)
         reading = brier.read(model, tokens_BLK, documents_of(batch, self.chunk_size))
@@ -219,9 +165,7 @@ class CalmTask:
             lambda x_PZ: x_PZ.reshape(rows, num_chunks - 1, -1),
             self.posterior(frozen, flatten(tokens_BLK[:, 1:])),
         )
-        # A head's loss need not decode in evaluation; the compiler then removes the features.
-        x_BLKD = self._token_features(params, h_BLD) if self.token_prior_weight else None
-        over_L = (h_BLD, posterior_BL, tokens_BLK[:, 1:], x_BLKD, key_BLJ[..., num_draws])
+        over_L = (h_BLD, posterior_BL, key_BLJ[..., num_draws])
         width, num_samples = self.model.config.hidden_size, self.model.head.config.num_samples
         loss_LB = map_positions(
             loss_of,

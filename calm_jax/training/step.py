@@ -99,9 +99,9 @@ def make_step(
 
     assert config.accumulation_steps, "chosen by calm_jax.planning.fitting"
 
-    def gradient_sums(params: Params, frozen: Params, step: Array, batch: Batch, key_B: Array):
+    def gradient_sums(params: Params, frozen: Params, batch: Batch, key_B: Array):
         def loss_sum(params: Params) -> tuple[Array, Metrics]:
-            metrics = task.loss(params, frozen, batch, key_B, step)
+            metrics = task.loss(params, frozen, batch, key_B)
             return metrics["loss"][0], metrics
 
         gradient, metrics = jax.grad(loss_sum, has_aux=True)(params)
@@ -111,7 +111,7 @@ def make_step(
         rows = len(batch["tokens"])
         step_key = jax.random.fold_in(key, state.step)
         key_B = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(rows))
-        parts, fixed = config.accumulation_steps, (state.params, frozen, state.step)
+        parts, fixed = config.accumulation_steps, (state.params, frozen)
         if parts == 1:
             gradient, metrics = gradient_sums(*fixed, batch, key_B)
         else:
@@ -248,9 +248,7 @@ def _initial_state(
 ) -> TrainState:
     params = task.init(key)
     key_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), len(batch["tokens"])))
-    # Shapes alone, as nothing can be computed where the devices are those of a plan.
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-    metrics = jax.eval_shape(task.loss, params, frozen, batch, key_B, step)
+    metrics = jax.eval_shape(task.loss, params, frozen, batch, key_B)
     names = [*metrics, "gradient_norm", "tokens_per_step"]
     zeros = {name: (jnp.float32(0), jnp.float32(0)) for name in names}
     count = jnp.int32(0)

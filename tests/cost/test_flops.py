@@ -79,17 +79,14 @@ def test_our_count_is_below_the_papers():
 
 def small(head: str) -> Config:
     """Wide enough that matrix products dominate; one layer of each kind, as XLA counts a loop's body once."""
-    # The losses of the recipe for K = 4 have costs that depend on the vocabulary.
-    config = quickstart.get_config("k=4" if head == "energy" else f"head={head}")
-    assert config.lm.token_loss_weight and (head != "energy" or config.lm.head.decoded_brier_weight)
+    config = quickstart.get_config(f"head={head}")
+    # Its cost depends on the vocabulary.
+    assert config.lm.token_loss_weight
     model = config.lm.model
     model.hidden_size, model.intermediate_size, model.num_layers = 256, 688, 1
     model.num_heads = model.num_kv_heads = 4
     config.lm.data.block_tokens = 64
     config.autoencoder.model.hidden_size, config.autoencoder.model.intermediate_size = 256, 640
-    if head == "energy":
-        # XLA does not count what a condition may leave out.
-        config.lm.head.decoded_brier_delay = 0
     if "num_blocks" in config.lm.head:
         config.lm.head.num_blocks = 1
     return resolve(config)
@@ -129,7 +126,7 @@ def test_flops_of_a_small_lm_step_equal_xlas_count(head):
 
     def loss(params, frozen):
         batch = {"tokens": tokens, "targets": tokens}
-        return task.loss(params, frozen, batch, key_B, 0)["loss"][0]
+        return task.loss(params, frozen, batch, key_B)["loss"][0]
 
     parts = flops.lm_training(config, tokenizer.vocab_size, Count.OURS)
     expected = as_xla(config, parts) * tokens.size
@@ -145,7 +142,7 @@ def test_flops_of_a_small_autoencoder_step_equal_xlas_count():
     key_B = jax.random.split(jax.random.key(0), rows)
 
     def loss(params):
-        return task.loss(params, {}, {"tokens": tokens, "targets": tokens}, key_B, 0)["loss"][0]
+        return task.loss(params, {}, {"tokens": tokens, "targets": tokens}, key_B)["loss"][0]
 
     expected = sum(flops.autoencoder_training(config, tokenizer.vocab_size).values()) * tokens.size
     assert counted(loss, params) == pytest.approx(expected, rel=0.05)

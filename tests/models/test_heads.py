@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from calm_jax.errors import UserError
-from calm_jax.losses import Posterior, Target, decoded_brier
+from calm_jax.losses import Posterior
 from calm_jax.models.heads import HEADS, LATENT_HEADS, flow
 from calm_jax.models.heads.adaln import AdaLNMLP
 from calm_jax.models.heads.diffusion import loss_terms
@@ -23,7 +23,6 @@ from tests.models.tiny_heads import (
     initial,
     normal,
     random_variables,
-    target_of,
 )
 
 
@@ -42,7 +41,7 @@ def test_random_numbers_of_a_position_come_from_its_own_key(name):
     head = build_head(name, 4, **({} if name == "energy" else {"num_steps": 5}))
     variables, h_PD = random_variables(head), normal(5, D)
     posterior = Posterior(normal(5, 4, seed=1), normal(5, 4, seed=2) / 3)
-    loss = jax.jit(lambda h, p, k: head.apply(variables, h, target_of(p), k, method="loss"))
+    loss = jax.jit(lambda h, p, k: head.apply(variables, h, p, k, method="loss"))
     losses, drawn = loss(h_PD, posterior, keys(5)), draws_of(head, variables, h_PD, 3, keys(5))
     assert losses.shape == (5,)
     assert drawn.shape == (5, 3, 4)
@@ -65,44 +64,12 @@ def test_without_target_samples_the_energy_heads_target_is_the_posteriors_mean()
 
     def loss(num_target_samples, log_std):
         head = build_head("energy", 4, num_target_samples=num_target_samples)
-        target = target_of(Posterior(mean, log_std))
-        return head.apply(variables, h_PD, target, keys(5), method="loss")
+        posterior = Posterior(mean, log_std)
+        return head.apply(variables, h_PD, posterior, keys(5), method="loss")
 
     log_std = normal(5, 4, seed=2) / 3
     np.testing.assert_allclose(loss(0, log_std), loss(7, jnp.full_like(mean, -50)), rtol=1e-5)
     assert (np.abs(loss(0, log_std) - loss(7, log_std)) > 1e-2).all()
-
-
-@pytest.mark.slow
-def test_the_energy_heads_loss_is_the_energy_score_plus_the_weighted_brier_loss_of_its_decoded_draws():
-    head = build_head("energy", 4)
-    variables, h_PD, key_P = random_variables(head), normal(5, D), keys(5)
-    posterior = Posterior(normal(5, 4, seed=1), normal(5, 4, seed=2) / 3)
-    tokens_PK = np.random.default_rng(3).integers(0, 6, (5, 3))
-
-    def decode(latent_PNZ, _):
-        logit_PNKV = jnp.tanh(latent_PNZ @ normal(4, 18, seed=4)).reshape(-1, 8, 3, 6)
-        return logit_PNKV.swapaxes(1, 2)
-
-    def loss(weight, step):
-        weighted = build_head(
-            "energy",
-            4,
-            decoded_brier_weight=weight,
-            decoded_brier_delay=3,
-            decoded_brier_temperature=2.0,
-        )
-        target = Target(posterior, tokens_PK, decode, None, step)
-        return weighted.apply(variables, h_PD, target, key_P, method="loss")
-
-    noise_PNE = head.draw_noise(8, jax.vmap(jax.random.split)(key_P)[:, 0])
-    x_PNZ = head.apply(variables, h_PD, noise_PNE)
-    brier_P = decoded_brier(decode(x_PNZ, None), tokens_PK, 2.0)
-    without = loss(0.0, 3)
-    np.testing.assert_allclose((loss(20.0, 3) - without) / 20, brier_P, rtol=1e-4, atol=1e-5)
-    # Neither before its delay nor in evaluation.
-    np.testing.assert_allclose(loss(20.0, 2), without, rtol=1e-6)
-    np.testing.assert_array_equal(loss(20.0, None), without)
 
 
 @pytest.mark.parametrize("name", LATENT_HEADS)
@@ -216,9 +183,6 @@ BAD = [
     ("energy", "num_blocks", 0),
     ("energy", "beta", 0.0),
     ("energy", "beta", 2.1),
-    ("energy", "decoded_brier_weight", -1.0),
-    ("energy", "decoded_brier_delay", -1),
-    ("energy", "decoded_brier_temperature", 0.0),
 ]
 
 

@@ -21,7 +21,7 @@ from calm_jax.models.heads.softmax import SoftmaxHead
 from calm_jax.tasks import AutoregressiveTask, CalmTask
 from tests.compiler_options import OPTIMISED
 from tests.models.networks import autoencoder_config, keys, random_like, transformer_config
-from tests.models.tiny_heads import D, build_head, draws_of, initial, normal, target_of
+from tests.models.tiny_heads import D, build_head, draws_of, initial, normal
 
 
 def trained(loss_of, params, steps, learning_rate, seed=0):
@@ -89,7 +89,7 @@ def overfitted_latent_head(name, steps, learning_rate):
     batch = {"tokens": tokens, "targets": tokens}
 
     def loss(params, key):
-        total, weight = task.loss(params, frozen, batch, jax.random.split(key, ROWS), 0)["loss"]
+        total, weight = task.loss(params, frozen, batch, jax.random.split(key, ROWS))["loss"]
         return total / weight
 
     params, losses = trained(loss, jax.jit(task.init)(jax.random.key(0)), steps, learning_rate)
@@ -163,7 +163,7 @@ def test_the_softmax_head_overfits_one_batch():
     batch = {"tokens": tokens, "targets": tokens}
 
     def loss(params, key):
-        total, weight = task.loss(params, {}, batch, jax.random.split(key, ROWS), 0)["loss"]
+        total, weight = task.loss(params, {}, batch, jax.random.split(key, ROWS))["loss"]
         return total / weight
 
     params, losses = trained(loss, jax.jit(task.init)(jax.random.key(0)), 300, 1e-2)
@@ -227,7 +227,7 @@ def two_mode_draws(name, seed=0):
 
     def loss(variables, key):
         key_P = jax.random.split(key, positions)
-        return head.apply(variables, h_PD, target_of(posterior), key_P, method="loss").mean()
+        return head.apply(variables, h_PD, posterior, key_P, method="loss").mean()
 
     fresh = initial(head, seed)
     fitted, _ = trained(loss, fresh, steps, learning_rate, seed=seed + 100)

@@ -18,7 +18,7 @@ from calm_jax.brier import Protocol
 from calm_jax.config import resolve
 from calm_jax.data.packing import MASKED
 from calm_jax.errors import UserError
-from calm_jax.losses import Posterior, Target, cross_entropy, decoded_brier, energy_score
+from calm_jax.losses import Posterior, cross_entropy, energy_score
 from calm_jax.models import layers, transformer
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM, TokenPredictor
@@ -51,9 +51,6 @@ HEAD = EnergyHeadConfig(
     N,
     M,
     beta=1.0,
-    decoded_brier_weight=0.0,
-    decoded_brier_delay=0,
-    decoded_brier_temperature=1.0,
 )
 AUTOENCODER = autoencoder_config(latent_size=Z)
 
@@ -97,7 +94,7 @@ def batch_of(B=3, L=5, seed=0):
 
 @functools.cache
 def loss_of(task):
-    return jax.jit(lambda params, frozen, batch, key_B: task.loss(params, frozen, batch, key_B, 0))
+    return jax.jit(lambda params, frozen, batch, key_B: task.loss(params, frozen, batch, key_B))
 
 
 @functools.cache
@@ -177,7 +174,7 @@ def gradient_of(remat, attention="xla"):
     _, (_, params, frozen) = both_tasks()
 
     def loss(params):
-        return task.loss(params, frozen, batch_of(), keys(3), 0)["loss"][0]
+        return task.loss(params, frozen, batch_of(), keys(3))["loss"][0]
 
     return jax.jit(jax.value_and_grad(loss)), params
 
@@ -314,7 +311,7 @@ def test_the_pad_embedding_gets_no_gradient_and_is_never_read():
     batch["tokens"][:, 5:9] = batch["targets"][:, 5:9] = PAD
 
     def loss(params):
-        return task.loss(params, frozen, batch, keys(3), 0)["loss"][0]
+        return task.loss(params, frozen, batch, keys(3))["loss"][0]
 
     gradient = jax.jit(jax.grad(loss))(params)["embed"]["tokens"]["embedding"]
     assert (gradient[PAD] == 0).all()
@@ -382,13 +379,11 @@ def test_head_noise_is_uniform_around_zero_and_comes_from_the_positions_key():
 
 @pytest.mark.slow
 def test_head_loss_is_minus_the_energy_score_of_its_draws():
-    """Without the Brier loss of decoded tokens, the loss is the paper's."""
     task, rng = calm_task(), np.random.default_rng(0)
     head, params = task.model.head, {"params": random_params(task)["head"]}
     h_PD = rng.normal(size=(3, D)).astype(np.float32)
     posterior = Posterior(*rng.normal(size=(2, 3, Z)).astype(np.float32))
-    target = Target(posterior, random_tokens(3, K), decode=None, context=None, step=0)
-    ours = head.apply(params, h_PD, target, keys(3), method="loss")
+    ours = head.apply(params, h_PD, posterior, keys(3), method="loss")
     noise_key_P, target_key_P = jax.vmap(jax.random.split, out_axes=1)(keys(3))
     eps_PMZ = jax.vmap(lambda key: jax.random.normal(key, (M, Z)))(target_key_P)
     draws = head.apply(params, h_PD, head.draw_noise(N, noise_key_P))
@@ -433,9 +428,7 @@ def test_the_token_predictor_adds_its_weighted_cross_entropy_to_the_heads_loss()
 def task_with_prior(weight: float) -> CalmTask:
     plain = calm_task()
     predictor = TokenPredictor(0.5, V, K, D, EPSILON, jnp.float32)
-    head = plain.model.head
-    config = dataclasses.replace(head.config, decoded_brier_weight=3.0)
-    model = plain.model.clone(token_predictor=predictor, head=head.clone(config=config))
+    model = plain.model.clone(token_predictor=predictor)
     return dataclasses.replace(plain, model=model, token_prior_weight=weight)
 
 
@@ -451,7 +444,8 @@ def test_a_draw_decodes_to_the_largest_sum_of_the_decoders_and_the_weighted_prio
     ours_PNK = jax.jit(lambda: task.bind(params, frozen).draw(h_PD, 6, keys(20)))()
 
     latent_PNZ = task.draw_latents(params, h_PD, 6, keys(20), 1)
-    logit_PKNV = call(task.autoencoder, frozen, "decode_draws", latent_PNZ)
+    logit_RKV = call(task.autoencoder, frozen, "decode", latent_PNZ.reshape(20 * 6, -1))
+    logit_PKNV = logit_RKV.reshape(20, 6, K, -1).swapaxes(1, 2)
     x_PKD = call(task.model, {"params": params}, "token_features", h_PD[None])[0]
     prior_PKV = x_PKD @ params["token_predictor"]["vocabulary"]["kernel"]
     sum_PKNV = logit_PKNV + 1.5 * prior_PKV[:, :, None]
@@ -507,36 +501,6 @@ def test_draws_with_a_prior_are_counted_as_they_decode():
     np.testing.assert_array_equal(count_BN, expected)
     assert expected.min() == 1 and expected.max() > 3
     assert (tokens_BNK != model.decode(h_BD[::-1], latent_BNZ)).any()
-
-
-@pytest.mark.slow
-def test_the_brier_loss_is_of_the_sum_of_logits_and_trains_no_token_predictor():
-    task, batch, key_B = task_with_prior(1.5), batch_of(), keys(3)
-    params, frozen = random_params(task), {"params": random_params(autoencoder_task(), seed=1)}
-    without_brier = dataclasses.replace(
-        task, model=calm_task().model.clone(token_predictor=task.model.token_predictor)
-    )
-
-    def gradient(task):
-        def loss(params):
-            return task.loss(params, frozen, batch, key_B, 5)["head_loss"][0]
-
-        return jax.jit(jax.value_and_grad(loss))(params)
-
-    total, of_params = gradient(task)
-    plain, _ = gradient(without_brier)
-    tokens_BLK = batch["tokens"].reshape(3, -1, K)
-    h_BLD = task.hidden(params, tokens_BLK)
-    x_BLKD = call(task.model, {"params": params}, "token_features", h_BLD)
-    prior_PKV = x_BLKD.reshape(-1, K, D) @ params["token_predictor"]["vocabulary"]["kernel"]
-    key_P = jax.vmap(lambda key: jax.random.split(key, h_BLD.shape[1]))(key_B).reshape(-1)
-    draw_key_P, _ = jax.vmap(jax.random.split, out_axes=1)(key_P)
-    latent_PNZ = task.draw_latents(params, h_BLD.reshape(-1, D), N, draw_key_P, 1)
-    logit_PKNV = call(task.autoencoder, frozen, "decode_draws", latent_PNZ)
-    next_PK = tokens_BLK[:, 1:].reshape(-1, K)
-    brier_P = decoded_brier(logit_PKNV + 1.5 * prior_PKV[:, :, None], next_PK, 1.0)
-    assert_close(total - plain, 3 * brier_P.sum(), 1e-4)
-    assert not any(x.any() for x in jax.tree.leaves(of_params["token_predictor"]))
 
 
 # --- Sizes
@@ -654,7 +618,7 @@ def test_no_gradient_reaches_the_frozen_autoencoder():
     _, (task, params, frozen) = both_tasks()
 
     def loss(frozen):
-        return task.loss(params, frozen, batch_of(), keys(3), 0)["loss"][0]
+        return task.loss(params, frozen, batch_of(), keys(3))["loss"][0]
 
     gradient = jax.jit(jax.grad(loss))(frozen)
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(gradient))
@@ -665,7 +629,7 @@ def test_language_model_training_never_computes_vocabulary_sized_arrays():
 
     def vocabulary_sized(task, params, frozen):
         def loss(params):
-            return task.loss(params, frozen, batch_of(), keys(3), 0)["loss"][0]
+            return task.loss(params, frozen, batch_of(), keys(3))["loss"][0]
 
         jaxpr = jax.make_jaxpr(jax.jit(jax.value_and_grad(loss)))(params)
         return {shape for shape in shapes_in(jaxpr) if V in shape}

@@ -121,7 +121,7 @@ def test_a_heads_output_is_not_rounded_to_bfloat16(head):
 def test_the_frozen_autoencoder_multiplies_at_the_highest_precision(monkeypatch):
     """Encoder, decoder and the decoder's gradient; lowered as for a TPU, where products are not rewritten for CPUs."""
     monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform="tpu"))
-    tree = tiny_recipe.get_config("*.txt,all_losses")
+    tree = tiny_recipe.get_config("*.txt,token_predictor")
     # Without the token prior, whose products are in the model's dtype.
     tree.compute_dtype, tree.lm.token_prior_weight = "bfloat16", 0.0
     config, words = resolve(tree), Vocabulary(11, 3)

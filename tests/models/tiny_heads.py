@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from calm_jax.losses import Target
 from calm_jax.models.heads import LATENT_HEADS
 from calm_jax.models.heads.diffusion import DiffusionHeadConfig
 from calm_jax.models.heads.energy import EnergyHeadConfig
@@ -23,9 +22,6 @@ CONFIGS = {
         num_samples=8,
         num_target_samples=8,
         beta=1.0,
-        decoded_brier_weight=0.0,
-        decoded_brier_delay=0,
-        decoded_brier_temperature=1.0,
     ),
     # Sampling visits all 1000 steps of training. At the first, noisiest step almost no signal is left, and the
     # network's error is multiplied by sqrt(alpha_bar_before / alpha_bar): 32 for 1000 steps, but 318 for 100, too much
@@ -49,11 +45,6 @@ def initial(head, seed=0):
 def random_variables(head, seed=0):
     """The head's variables, none of them at an initial zero or one."""
     return random_like(jax.eval_shape(lambda: initial(head)), seed, std=0.2)
-
-
-def target_of(posterior):
-    """A target of which only the posterior is used."""
-    return Target(posterior, None, None, None, None)
 
 
 def normal(*shape, seed=0):

@@ -232,10 +232,10 @@ def test_the_last_prompts_of_a_list_do_not_compile_anew():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "variant", ["head=energy", "head=diffusion", "head=flow", "head=softmax", "all_losses"]
+    "variant", ["head=energy", "head=diffusion", "head=flow", "head=softmax", "token_predictor"]
 )
 def test_weights_in_the_compute_dtype_give_the_same_numbers(variant):
-    """Bit for bit, in bfloat16; kernels and embeddings are all that is large. "all_losses" decodes with a token prior."""
+    """Bit for bit, in bfloat16; kernels and embeddings are all that is large. "token_predictor" decodes with a token prior."""
     tree = tiny_recipe.get_config(f"nowhere/*.txt,{variant}")
     tree.compute_dtype = "bfloat16"
     made = tiny(variant)

@@ -42,22 +42,9 @@ def records(prompts, completions, chunk_size, block_tokens=64, isolate=False, is
 # --- The recipe
 
 
-def test_the_decoded_brier_weight_is_quartered_once(tmp_path):
-    tree = tiny_recipe.get_config("x,all_losses")
-    tree.lm.token_prior_weight = 0.0
-    weights = [tree.lm.head.decoded_brier_weight]
-    for number in range(3):
-        workdir = Workdir(tmp_path / str(number))
-        workdir._create(resolve(tree), BYTES, "corpus.json", {})
-        tree = finetune_recipe.get_config(str(workdir.path))
-        tree.data.train_files = "records.jsonl"
-        weights.append(tree.lm.head.decoded_brier_weight)
-    assert weights == [2.0, 0.5, 0.5, 0.5]
-
-
 @pytest.mark.parametrize("weight, scale, after", [(0, 1, 1), (3, 1, 4), (3, 16, 16)])
 def test_answers_follow_a_token_prior_that_the_model_has(weight, scale, after, tmp_path):
-    tree = tiny_recipe.get_config("x,all_losses")
+    tree = tiny_recipe.get_config("x,token_predictor")
     tree.lm.token_prior_weight, tree.sample.token_prior_scale = float(weight), float(scale)
     workdir = Workdir(tmp_path / "run")
     workdir._create(resolve(tree), BYTES, "corpus.json", {})
@@ -65,14 +52,13 @@ def test_answers_follow_a_token_prior_that_the_model_has(weight, scale, after, t
     assert tuned.lm.token_prior_weight == weight
     assert tuned.sample.token_prior_scale == after
     assert tuned.lm.token_loss_weight == tree.lm.token_loss_weight
-    assert (tuned.lm.head.decoded_brier_weight == 0) == (weight > 0)
     tuned.data.train_files = "records.jsonl"
     resolve(tuned)
 
 
 @pytest.mark.parametrize("sampler, before, after", [("noise", 1.0, 0.33), ("pooled", 1.0, 1.0)])
 def test_answers_are_drawn_with_little_noise(sampler, before, after, tmp_path):
-    tree = tiny_recipe.get_config("x,all_losses")
+    tree = tiny_recipe.get_config("x,token_predictor")
     tree.sample.sampler, tree.sample.temperature = sampler, before
     workdir = Workdir(tmp_path / "run")
     workdir._create(resolve(tree), BYTES, "corpus.json", {})
@@ -81,15 +67,12 @@ def test_answers_are_drawn_with_little_noise(sampler, before, after, tmp_path):
 
 
 def test_on_plain_text_the_losses_and_the_token_prior_stay_as_they_were(tmp_path):
-    tree = tiny_recipe.get_config("x,all_losses")
+    tree = tiny_recipe.get_config("x,token_predictor")
     workdir = Workdir(tmp_path / "run")
     workdir._create(resolve(tree), BYTES, "corpus.json", {})
     tuned = finetune_recipe.get_config(f"{workdir.path},text")
     assert (tuned.data.prompt_field, tuned.data.text_field) == ("", "text")
-    for key in ("decoded_brier_weight", "decoded_brier_temperature"):
-        assert tuned.lm.head[key] == tree.lm.head[key]
     assert tuned.lm.token_prior_weight == tree.lm.token_prior_weight == 2
-    assert tuned.lm.head.decoded_brier_delay == 0
     assert tuned.init_from == str(workdir.path)
 
 

@@ -66,9 +66,7 @@ def forward(tokens_BT, params=None, task=None):
 
 @functools.cache
 def _loss_of(task):
-    return jax.jit(
-        lambda params, batch: task.loss(params, {}, batch, keys(len(batch["tokens"])), 0)
-    )
+    return jax.jit(lambda params, batch: task.loss(params, {}, batch, keys(len(batch["tokens"]))))
 
 
 def loss_of(batch, task=None, params=None):
@@ -118,7 +116,7 @@ def test_a_batch_of_masks_has_no_loss_no_weight_and_no_gradient():
     batch["targets"][:] = MASKED
 
     def loss(params):
-        return ar_task().loss(params, {}, batch, keys(3), 0)["loss"]
+        return ar_task().loss(params, {}, batch, keys(3))["loss"]
 
     gradient_of = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (total, weight), gradient = gradient_of(random_params())
@@ -139,7 +137,7 @@ def test_the_task_loss_does_not_depend_on_how_many_logits_are_stored_at_once(mon
     monkeypatch.setattr(vocabulary, "_MAX_LOGITS_ON_CPU", 1)
     monkeypatch.setattr(vocabulary, "_TILE", 4)
     assert vocabulary.block_size(18, V, on_cpu=True) == 4
-    in_blocks = jax.jit(lambda p: ar_task().loss(p, {}, batch, keys(3), 0))(random_params())["loss"]
+    in_blocks = jax.jit(lambda p: ar_task().loss(p, {}, batch, keys(3)))(random_params())["loss"]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), in_blocks, whole)
 
 
@@ -149,7 +147,7 @@ def test_remat_changes_neither_loss_nor_gradient(remat):
         task, batch = ar_task(remat=remat), batch_of()
 
         def loss(params):
-            return task.loss(params, {}, batch, keys(3), 0)["loss"][0]
+            return task.loss(params, {}, batch, keys(3))["loss"][0]
 
         return jax.jit(jax.value_and_grad(loss))(random_params())
 
@@ -173,7 +171,7 @@ def test_a_pad_has_an_ordinary_trained_embedding():
     batch["targets"][batch["targets"] == 0] = 1
 
     def loss(params):
-        return ar_task().loss(params, {}, batch, keys(3), 0)["loss"][0]
+        return ar_task().loss(params, {}, batch, keys(3))["loss"][0]
 
     gradient = jax.jit(jax.grad(loss))(random_params())["embed"]["embedding"]
     assert np.abs(gradient[PAD]).max() > 1e-3

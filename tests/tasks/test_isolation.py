@@ -146,7 +146,7 @@ def loss_of_documents(task, params, frozen, batch, places, key_B):
         tokens = batch["tokens"][:, first * size : stop * size]
         if task.chunk_size == 1:
             alone = {"tokens": tokens, "targets": tokens}
-            total += task.loss(params, frozen, alone, key_B, 0)["loss"][0]
+            total += task.loss(params, frozen, alone, key_B)["loss"][0]
             continue
         tokens_1LK = tokens.reshape(1, -1, size)
         h_PD = task.hidden(params, tokens_1LK)[0]
@@ -184,9 +184,9 @@ def test_the_loss_of_a_packed_block_is_the_sum_over_its_documents(variant, choic
     expected = total_and_gradient(
         lambda p: loss_of_documents(plain, p, frozen, batch, places, key_B), params
     )
-    ours = total_and_gradient(lambda p: task.loss(p, frozen, batch, key_B, 0)["loss"][0], params)
+    ours = total_and_gradient(lambda p: task.loss(p, frozen, batch, key_B)["loss"][0], params)
     assert_close(ours, expected)
-    mixed = jax.jit(lambda p: task.loss(p, frozen, without(batch, "segments"), key_B, 0)["loss"])(
+    mixed = jax.jit(lambda p: task.loss(p, frozen, without(batch, "segments"), key_B)["loss"])(
         params
     )
     assert abs(mixed[0] / expected[0] - 1) > 1e-3

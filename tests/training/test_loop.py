@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calm_jax import losses
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.cli.progress import Progress
 from calm_jax.config import Config, resolve
@@ -112,12 +111,10 @@ def run_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["autoencoder", "lm,all_losses"])
-def test_gradient_accumulation_equals_the_whole_batch(name, monkeypatch):
-    """Also with unequal weights of the microbatches, which masked chunks cause, and with the decoded Brier loss in blocks."""
+@pytest.mark.parametrize("name", ["autoencoder", "lm,token_predictor"])
+def test_gradient_accumulation_equals_the_whole_batch(name):
+    """Also with unequal weights of the microbatches, which masked chunks cause."""
     states, whole = run_steps(name, 7)
-    monkeypatch.setattr(losses, "_MAX_LOGITS_ON_CPU", 2**13)
-    monkeypatch.setattr(losses, "_MIN_ROWS", 1)
     _, accumulated = run_steps(name, 7, initial=states[0], accumulation_steps=4)
     for one, other in zip(whole, accumulated, strict=True):
         for key in one:
@@ -128,11 +125,8 @@ EIGHT_DEVICES = """
 import json, sys
 import jax
 import numpy as np
-from calm_jax import losses
 from tests.training.test_loop import MESHES, ON_MESHES, first_moments, run_steps
 assert len(jax.devices()) == 8
-# The decoded Brier loss is computed for at most three positions of each device at a time.
-losses._MAX_LOGITS_ON_CPU, losses._MIN_ROWS = 2**14, 1
 by_name = {}
 for name in ON_MESHES:
     by_name[name], initial = [], None
@@ -146,9 +140,9 @@ print(json.dumps(by_name))
 """
 # The first is one device.
 MESHES = ((1, 1, 1), (2, 2, 2), (1, 8, 1), (8, 1, 1))
-# The energy head is that of "lm,all_losses".
+# The energy head is that of "lm,token_predictor".
 OTHER_HEADS = [f"lm,head={head}" for head in HEADS if head != "energy"]
-ON_MESHES = ("autoencoder", *OTHER_HEADS, "lm,all_losses")
+ON_MESHES = ("autoencoder", *OTHER_HEADS, "lm,token_predictor")
 
 
 def first_moments(state) -> dict[str, np.ndarray]:
@@ -194,7 +188,7 @@ class Fragile:
     def init(self, key):
         return {"kernel": jnp.ones(2)}
 
-    def loss(self, params, frozen, batch, key_B, step):
+    def loss(self, params, frozen, batch, key_B):
         bad = (batch["tokens"] == 255).any()
         dtype, worst = (jnp.bfloat16, 3e38) if self.overflows else (jnp.float32, jnp.nan)
         value = (params["kernel"] ** 2).sum().astype(dtype) * jnp.where(bad, worst, 1).astype(dtype)
@@ -618,11 +612,12 @@ def test_metric_sums_since_the_last_log_are_part_of_the_state():
     assert float(states[3].metrics["loss"][1]) == 3
 
 
-class StepAsLoss(Fragile):
-    """A task whose loss is the number of the step, from 0, and has no gradient."""
+class RandomLoss(Fragile):
+    """A task whose loss is a random number of the step, and has no gradient."""
 
-    def loss(self, params, frozen, batch, key_B, step):
-        return {"loss": (step + 0 * params["kernel"].sum(), jnp.float32(1))}
+    def loss(self, params, frozen, batch, key_B):
+        number = jax.random.uniform(key_B[0])
+        return {"loss": (number + 0 * params["kernel"].sum(), jnp.float32(1))}
 
 
 @pytest.mark.parametrize(
@@ -638,11 +633,17 @@ def test_a_record_is_the_mean_over_the_steps_since_the_last_multiple_of_log_ever
     before, stopped, after, expected, tmp_path
 ):
     """Also in a run that is resumed with another `log_every`. After its last step a run writes a record of an unfinished period."""
-    task = StepAsLoss()
-    short_run(tmp_path, stopped, checkpoint_every=100, log_every=before, task=task)
-    log = short_run(tmp_path, max(expected), checkpoint_every=100, log_every=after, task=task)
-    logged = {record["step"]: record["loss"] for record in log.records}
-    assert logged == {step: pytest.approx(np.mean(losses)) for step, losses in expected.items()}
+
+    def logged(folder, last, every):
+        log = short_run(tmp_path / folder, last, checkpoint_every=100, log_every=every, task=task)
+        return {record["step"]: record["loss"] for record in log.records}
+
+    task = RandomLoss()
+    each = logged("each", max(expected), 1)
+    assert len(set(each.values())) == len(each) == max(expected)
+    logged("run", stopped, before)
+    means = {step: np.mean([each[n + 1] for n in ns]) for step, ns in expected.items()}
+    assert logged("run", max(expected), after) == pytest.approx(means)
 
 
 def test_targets_of_a_block_are_masked_after_its_text():

@@ -203,9 +203,7 @@ def autoregressive_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
 
     def loss(params: dict) -> jax.Array:
         batch = {"tokens": tokens_BLK[..., 0], "targets": tokens_BLK[..., 0]}
-        total, weight = task.loss(
-            params, {}, batch, jax.random.split(jax.random.key(0), 2), jnp.int32(0)
-        )["loss"]
+        total, weight = task.loss(params, {}, batch, jax.random.split(jax.random.key(0), 2))["loss"]
         return total / weight
 
     total, gradient = jax.jit(jax.value_and_grad(loss))(lm.params)

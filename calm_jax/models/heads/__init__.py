@@ -5,9 +5,8 @@ A latent head (energy, diffusion, flow) is a Flax module with the attributes `co
 `beta`, if it has one, is the exponent with which metrics compare draws and posteriors (else 1). The head has two methods, whose
 parameters have these names:
 
-* `loss(h_PD, target, key_P)` -> float32 [P]: the loss at each position against the next chunk, a
-  `calm_jax.losses.Target`. The head gets the autoencoder's posterior and not a sample of it, so that each head draws as
-  many targets as it needs.
+* `loss(h_PD, posterior, key_P)` -> float32 [P]: the loss at each position against the autoencoder's posterior of the next chunk,
+  [P, Z]. The head gets the posterior and not a sample of it, so that each head draws as many targets as it needs.
 * `sample(h_PD, num_draws, key_P, noise_scale)` -> float32 [P, N, Z]: draws of the next chunk's latent. A `noise_scale`
   of 1 samples the model; a smaller one scales down the head's noise, and so the variety of its draws.
 

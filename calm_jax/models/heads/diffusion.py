@@ -20,7 +20,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError, require_at_least
-from calm_jax.losses import Target
+from calm_jax.losses import Posterior
 from calm_jax.models.heads.adaln import AdaLNMLP, over_steps, training_draws
 from calm_jax.models.stack import Stacks
 
@@ -226,13 +226,13 @@ class DiffusionHead(nn.Module):
         """The network's output [P, N, 2 Z]: noise and v."""
         return self.net(state_PNZ, time, h_PD)
 
-    def loss(self, h_PD: Array, target: Target, key_P: Array) -> Array:
+    def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
         """The loss at each position, float32 [P]: the mean over N targets, each with its own step and noise."""
 
         def draw_steps(key: Array, shape: tuple[int]) -> Array:
             return jax.random.randint(key, shape, 0, NUM_TRAINING_STEPS)
 
-        draws = training_draws(target.posterior, self.config.num_samples, key_P, draw_steps)
+        draws = training_draws(posterior, self.config.num_samples, key_P, draw_steps)
         return self.loss_of_draws(h_PD, *draws)
 
     def loss_of_draws(

@@ -1,8 +1,7 @@
 """The energy head: one forward pass turns a hidden state and noise into a latent (paper, section 3).
 
 The head has no likelihood. The energy score, a strictly proper scoring rule that needs only samples, trains it
-(`calm_jax.losses.energy_score`). `decoded_brier_weight` adds a second proper score to the loss: the Brier loss of the
-tokens to which the draws are decoded (`calm_jax.losses.decoded_brier`; not in the paper).
+(`calm_jax.losses.energy_score`).
 
 P positions, N draws at each, D hidden features, E noise features, Z latent features, M target draws.
 """
@@ -17,8 +16,8 @@ from absl import logging
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.errors import UserError, require_at_least, require_positive
-from calm_jax.losses import Target, brier_of_draws, energy_score
+from calm_jax.errors import UserError, require_at_least
+from calm_jax.losses import Posterior, energy_score
 from calm_jax.models.layers import (
     gated_halves,
     layer_norm,
@@ -43,9 +42,6 @@ class EnergyHeadConfig:
     num_samples: int
     num_target_samples: int
     beta: float
-    decoded_brier_weight: float
-    decoded_brier_delay: int
-    decoded_brier_temperature: float
 
     def __post_init__(self):
         if self.num_samples < 2:
@@ -58,9 +54,7 @@ class EnergyHeadConfig:
             logging.warning(
                 "lm.head.beta=2 makes the energy score not strictly proper: it trains the mean of the head's draws, not their spread"
             )
-        names = ("num_target_samples", "decoded_brier_weight", "decoded_brier_delay")
-        require_at_least(0, self, "lm.head.", *names)
-        require_positive(self, "lm.head.", "decoded_brier_temperature")
+        require_at_least(0, self, "lm.head.", "num_target_samples")
         require_at_least(1, self, "lm.head.", "num_blocks", "noise_size")
 
     @property
@@ -152,9 +146,9 @@ class EnergyHead(nn.Module):
         """Draws of the next chunk's latent, float32 [P, N, Z]; `noise_scale` multiplies the noise (1 in training)."""
         return self(h_PD, noise_scale * self.draw_noise(num_draws, key_P))
 
-    def loss(self, h_PD: Array, target: Target, key_P: Array) -> Array:
+    def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
         """The loss at each position, float32 [P]: minus the energy score of N draws of the head against M of the
-        posterior, or its mean, plus, in training, the weighted Brier loss of the tokens that the N draws decode to."""
+        posterior, or its mean."""
         key_P, target_key_P = jax.vmap(jax.random.split, out_axes=1)(key_P)
         noise_PNE = self.draw_noise(self.config.num_samples, key_P)
         shape = (self.config.num_targets, self.latent_size)
@@ -162,17 +156,4 @@ class EnergyHead(nn.Module):
             eps_PMZ = jax.vmap(lambda key: jax.random.normal(key, shape))(target_key_P)
         else:
             eps_PMZ = jnp.zeros((len(h_PD), *shape))
-        x_PNZ = self(h_PD, noise_PNE)
-        loss_P = -energy_score(x_PNZ, target.posterior, eps_PMZ, self.config.beta)
-        weight = self.config.decoded_brier_weight
-        if not weight or target.step is None:
-            return loss_P
-
-        def brier(x_PNZ: Array) -> Array:
-            return brier_of_draws(x_PNZ, target, self.config.decoded_brier_temperature)
-
-        if not self.config.decoded_brier_delay:
-            return loss_P + weight * brier(x_PNZ)
-        has_begun = target.step >= self.config.decoded_brier_delay
-        none = jnp.zeros_like(loss_P)
-        return loss_P + weight * jax.lax.cond(has_begun, brier, lambda _: none, x_PNZ)
+        return -energy_score(self(h_PD, noise_PNE), posterior, eps_PMZ, self.config.beta)

@@ -16,7 +16,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from calm_jax.errors import UserError, require_at_least, require_one_of
-from calm_jax.losses import Target
+from calm_jax.losses import Posterior
 from calm_jax.models.heads.adaln import AdaLNMLP, over_steps, training_draws
 from calm_jax.models.stack import Stacks
 
@@ -75,9 +75,9 @@ class FlowHead(nn.Module):
         """The velocity [P, N, Z] at integer times in thousandths; `AdaLNMLP` says which shapes they may have."""
         return self.net(state_PNZ, time, h_PD)
 
-    def loss(self, h_PD: Array, target: Target, key_P: Array) -> Array:
+    def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
         """The loss at each position, float32 [P]: the mean over N targets, each with its own time and noise."""
-        draws = training_draws(target.posterior, self.config.num_samples, key_P, jax.random.uniform)
+        draws = training_draws(posterior, self.config.num_samples, key_P, jax.random.uniform)
         return self.loss_of_draws(h_PD, *draws)
 
     def loss_of_draws(
