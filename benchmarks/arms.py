@@ -24,40 +24,9 @@ _NAMED = re.compile(r"\{([^{}]*)\}")
 # The arms of an experiment by name: for each, the flags of `python -m calm_jax.main`, --config=RECIPE and --config.KEY=VALUE.
 # {NAME} in a flag stands for the workdir of an earlier arm, which is then trained only once, with the first seed.
 Arms = Mapping[str, Sequence[str]]
-# The flag for the posterior's mean as the energy head's target, from which it learns where there are many latent dimensions.
-TARGET_MEAN = "--config.lm.head.num_target_samples=0"
-# The flags that leave the quickstart's added loss and its token prior out of an arm.
-PAPERS_LOSS = [
-    "--config.lm.token_loss_weight=0.0",
-    "--config.lm.token_prior_weight=0.0",
-]
-
-
-def of_512_tokens(chunk_size: int) -> list[str]:
-    """The flags that give `configs/quickstart.py:k=K` the vocabulary, the latents and the rates of most of docs/experiments.md.
-
-    Args:
-        chunk_size: K.
-    """
-    # A narrower autoencoder gets 69 % of the tokens right for K = 8 (docs/comparison.md).
-    width, rate = (128, 4e-3) if chunk_size <= 4 else (256, 3e-3)
-    values = {
-        "tokenizer.vocab_size": 512,
-        "autoencoder.random_chunks": 0.25,
-        "autoencoder.model.latent_size": 32 * chunk_size,
-        "autoencoder.model.hidden_size": width,
-        "autoencoder.model.intermediate_size": 5 * width // 2,
-        "autoencoder.optimizer.learning_rate": rate,
-        "autoencoder.training.num_steps": 3500,
-        "autoencoder.training.eval_every": 1750,
-        "lm.token_prior_weight": 0.0,
-        "lm.optimizer.learning_rate": 6e-4,
-        "lm.optimizer.warmup_steps": 50,
-        "lm.training.num_steps": 1550,
-        "lm.training.eval_every": 775,
-        "lm.training.batch_size": 2,
-    }
-    return [f"--config.{key}={value}" for key, value in values.items()]
+# The flags for the paper's loss alone against the posterior's mean, and against draws of the posterior.
+TO_MEAN = ["--config.lm.token_loss_weight=0.0", "--config.lm.head.num_target_samples=0"]
+TO_DRAWS = ["--config.lm.token_loss_weight=0.0", "--config.lm.head.num_target_samples=16"]
 
 
 def config_of(words: Sequence[str]) -> Config:

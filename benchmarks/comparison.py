@@ -5,7 +5,7 @@
 FLOPS is the training budget of stage 2, the same for each arm. Stage 1 is trained before it, once for each K.
 """
 
-from benchmarks.arms import PAPERS_LOSS, TARGET_MEAN, config_of, of_512_tokens, step_flops
+from benchmarks.arms import TO_DRAWS, config_of, step_flops
 
 # Steps of stage 1: longer chunks need more.
 _AUTOENCODER_STEPS = {4: 2250, 8: 2250, 2: 900, 1: 400}
@@ -19,13 +19,8 @@ _COMMON = [
 _WARMUP = 0.04
 
 
-def _arm(variant: str, chunk_size: int, *more: str) -> list[str]:
-    recipe = f"--config=configs/quickstart.py:{variant}"
-    return [recipe, *of_512_tokens(chunk_size), *_COMMON, *more]
-
-
-def _language_model(variant: str, chunk_size: int, budget: float, *more: str) -> list[str]:
-    words = _arm(variant, chunk_size, *more)
+def _language_model(variant: str, budget: float, *more: str) -> list[str]:
+    words = [f"--config=benchmarks/tokens_512.py:{variant}", *_COMMON, *more]
     steps = max(1, round(budget / step_flops(config_of(words), "lm")))
     words.append(f"--config.lm.training.num_steps={steps}")
     words.append(f"--config.lm.training.eval_every={max(1, steps // 4)}")
@@ -36,16 +31,16 @@ def _language_model(variant: str, chunk_size: int, budget: float, *more: str) ->
 def get_arms(budget: str = "6e12") -> dict[str, list[str]]:
     """The flags of each arm; `budget`: FLOPs of stage 2."""
     each = float(budget)
-    arms = {"baseline": _language_model("head=softmax", 1, each)}
+    arms = {"baseline": _language_model("head=softmax", each)}
     for K, steps in _AUTOENCODER_STEPS.items():
-        arms[f"k{K}-autoencoder"] = _arm(
-            f"k={K}",
-            K,
+        arms[f"k{K}-autoencoder"] = [
+            f"--config=benchmarks/tokens_512.py:k={K}",
+            *_COMMON,
             "--config.stage=autoencoder",
             f"--config.autoencoder.training.num_steps={steps}",
-        )
+        ]
         shared = f"--config.autoencoder.checkpoint={{k{K}-autoencoder}}"
-        arms[f"k{K}"] = _language_model(f"k={K}", K, each, shared, TARGET_MEAN)
+        arms[f"k{K}"] = _language_model(f"k={K}", each, shared)
         if K == 4:
-            arms["k4-as-published"] = _language_model(f"k={K}", K, each, shared, *PAPERS_LOSS)
+            arms["k4-as-published"] = _language_model(f"k={K}", each, shared, *TO_DRAWS)
     return arms

@@ -1,14 +1,14 @@
-"""Arms that compare the paper's loss with the same loss and the token loss, in runs of several lengths, with 128 and with 32 latent
-dimensions (docs/experiments.md).
+"""Arms that compare three losses in runs of several lengths, with 128 and with 32 latent dimensions: the paper's against draws of the
+posterior, the same against its mean, and the latter with the token loss (docs/experiments.md).
 
     python -m benchmarks.learning --arms=benchmarks/longer_runs.py[:MULTIPLES[:FILES]] --folder=DIR --seeds=0
 
-The model is the standard small config (configs/bench_small.py), trained like the quickstart with K = 4. MULTIPLES are
-numbers of 1550 steps of stage 2, such as 1,4 (the default) or 16. FILES is `data.train_files`; without it the text is that
+The model is the standard small config (configs/bench_small.py), trained like that of `benchmarks/tokens_512.py`. MULTIPLES are
+numbers of that recipe's steps of stage 2, such as 1,4 (the default) or 16. FILES is `data.train_files`; without it the text is that
 of the quickstart. The arms with 32 in their names have as many latent dimensions, and a warm-up of 300 steps.
 """
 
-from benchmarks.arms import PAPERS_LOSS, TARGET_MEAN, config_of, of_512_tokens
+from benchmarks.arms import TO_DRAWS, TO_MEAN, config_of
 from configs import bench_small
 
 # 3500 steps, a quarter of the chunks random, reconstruct 88 % of the tokens of a vocabulary of 4096.
@@ -36,7 +36,7 @@ def _standard_small() -> list[str]:
 def get_arms(argument: str = "") -> dict[str, list[str]]:
     """The flags of each arm; `argument`: MULTIPLES[:FILES]."""
     multiples, _, files = argument.partition(":")
-    words = ["--config=configs/quickstart.py:k=4", *of_512_tokens(4), *_standard_small()]
+    words = ["--config=benchmarks/tokens_512.py", *_standard_small()]
     if files:
         words.append(f"--config.data.train_files={files}")
     few = [*words, "--config.autoencoder.model.latent_size=32"]
@@ -54,8 +54,7 @@ def get_arms(argument: str = "") -> dict[str, list[str]]:
             f"--config.lm.training.num_steps={int(multiple) * steps}",
             f"--config.lm.training.eval_every={int(multiple) * steps // 4}",
         ]
-        arms[f"paper-{multiple}"] = [*words, *length, *PAPERS_LOSS]
-        arms[f"token-{multiple}"] = [*words, *length, TARGET_MEAN]
-        arms[f"paper-32-{multiple}"] = [*few, *length, *PAPERS_LOSS]
-        arms[f"token-32-{multiple}"] = [*few, *length]
+        for name, flags in (("paper", TO_DRAWS), ("mean", TO_MEAN), ("token", [])):
+            arms[f"{name}-{multiple}"] = [*words, *length, *flags]
+            arms[f"{name}-32-{multiple}"] = [*few, *length, *flags]
     return arms

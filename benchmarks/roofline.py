@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from absl import app, flags
 from ml_collections import ConfigDict
 
+from benchmarks import tokens_512
 from benchmarks.measure import facts
 from benchmarks.suites.train import fresh, whole_batches
 from calm_jax.cli.command import command
@@ -37,13 +38,12 @@ from calm_jax.cost import flops
 from calm_jax.data.tokenizers import Vocabulary
 from calm_jax.errors import UserError
 from calm_jax.planning import hlo, memory_traffic
-from configs import quickstart
 
 _OUTPUT = flags.DEFINE_string("output", "roofline.json", "file to keep the figures in, as JSON")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "steps of each recipe", lower_bound=1)
 
 _WORDS = Vocabulary(513, 512)
-# Changes of the quickstart recipe with K = 4; each changes another size, or what is recomputed.
+# Changes of the 512-token recipe; each changes another size, or what is recomputed.
 CASES: dict[str, dict[str, Any]] = {
     "quickstart": {},
     "wider": {"lm.model.hidden_size": 512, "lm.model.intermediate_size": 1376},
@@ -55,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def _recipe(changes: dict[str, Any]) -> ConfigDict:
-    tree = whole_batches(quickstart.get_config("k=4"))
+    tree = whole_batches(tokens_512.get_config())
     for path, value in changes.items():
         tree.update_from_flattened_dict({path: value})
     return tree

@@ -2,13 +2,13 @@
 
     python -m benchmarks.learning --arms=benchmarks/single_changes.py --folder=DIR --seeds=0
 
-The model is the quickstart's with K = 4 and 512 tokens, trained by the energy score alone for 1000 steps at 1e-3. Arms that
+The model is that of `benchmarks/tokens_512.py`, trained by the energy score alone for 1000 steps at 1e-3. Arms that
 change stage 2 share an autoencoder.
 """
 
-from benchmarks.arms import PAPERS_LOSS, TARGET_MEAN, of_512_tokens
+from benchmarks.arms import TO_DRAWS, TO_MEAN
 
-_RECIPE = ["--config=configs/quickstart.py:k=4", *of_512_tokens(4)]
+_RECIPE = "--config=benchmarks/tokens_512.py"
 _STAGE_1 = {
     "random_chunks-0": ["--config.autoencoder.random_chunks=0.0"],
     "random_chunks-0.05": ["--config.autoencoder.random_chunks=0.05"],
@@ -24,8 +24,8 @@ _STAGE_2 = {
     "constant-rate": ["--config.lm.optimizer.schedule=constant"],
     "noise_size-256": ["--config.lm.head.noise_size=256"],
     "beta-1.5": ["--config.lm.head.beta=1.5"],
-    "target-mean": [TARGET_MEAN],
-    "target-mean-warmup-300": [TARGET_MEAN, "--config.lm.optimizer.warmup_steps=300"],
+    "target-mean": TO_MEAN,
+    "target-mean-warmup-300": [*TO_MEAN, "--config.lm.optimizer.warmup_steps=300"],
 }
 # A change of stage 1, by its name, and the flags that change stage 2.
 _BOTH = {
@@ -53,9 +53,9 @@ _BOTH = {
 
 def _trained_on(autoencoder: str) -> list[str]:
     return [
-        *_RECIPE,
+        _RECIPE,
         f"--config.autoencoder.checkpoint={{{autoencoder}}}",
-        *PAPERS_LOSS,
+        *TO_DRAWS,
         "--config.lm.optimizer.learning_rate=1e-3",
         "--config.lm.training.num_steps=1000",
         "--config.lm.training.eval_every=1000",
@@ -64,7 +64,7 @@ def _trained_on(autoencoder: str) -> list[str]:
 
 def get_arms() -> dict[str, list[str]]:
     """The flags of each arm."""
-    stage_1 = [*_RECIPE, "--config.stage=autoencoder"]
+    stage_1 = [_RECIPE, "--config.stage=autoencoder"]
     arms = {"autoencoder": stage_1}
     for name, change in _STAGE_2.items():
         arms[name] = [*_trained_on("autoencoder"), *change]

@@ -12,8 +12,6 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from absl import logging
-
 from calm_jax.data.corpus import DataConfig
 from calm_jax.data.packing import BlockConfig
 from calm_jax.data.tokenizers import TokenizerConfig
@@ -212,13 +210,8 @@ _ADDED: dict[str, Any] = {
 }
 # Keys that older versions lacked, each with the key of the same section whose value it then takes.
 _ADDED_AS = {"lm.model.rms_norm_epsilon": "norm_epsilon"}
-# Keys that older versions had for a loss that is no longer there, its weight first. They are read past, so that older workdirs stay
-# readable.
-_REMOVED = (
-    "lm.head.decoded_brier_weight",
-    "lm.head.decoded_brier_delay",
-    "lm.head.decoded_brier_temperature",
-)
+# Keys of "lm.head" that older versions had for a loss that is no longer there. The first is its weight.
+_REMOVED = ("decoded_brier_weight", "decoded_brier_delay", "decoded_brier_temperature")
 # Keys whose type has changed since an older version, with the end of the error message about a value of the older type.
 _OLDER_TYPES = {"lm.model.remat": ": 'full' is what True was, 'none' what False was"}
 
@@ -233,16 +226,6 @@ def _build(cls: Any, section: Mapping[str, Any], path: str) -> Any:
     if not hasattr(section, "keys"):  # a dict or a ConfigDict
         name = path.rstrip(".") or "the config"
         raise UserError(f"{name}={section!r} must be a section of keys")
-    removed = {
-        f"{path}{key}": value for key, value in section.items() if f"{path}{key}" in _REMOVED
-    }
-    section = {key: value for key, value in section.items() if f"{path}{key}" not in removed}
-    if removed.get(_REMOVED[0]):
-        logging.warning(
-            "%s=%s is of an older version: the model works as before, but training goes on without this loss, which calm_jax no longer has",
-            _REMOVED[0],
-            removed[_REMOVED[0]],
-        )
     for key in section:
         if key not in fields:
             raise UserError(f"config has no key {path}{key!s}: {nearest(key, list(fields))}{hint}")
@@ -341,6 +324,28 @@ def resolve(tree: Mapping[str, Any]) -> Config:
       UserError: with the key and its value, for a key that is unknown or missing, a wrong type, or a value out of range.
     """
     return _build(Config, tree, "")
+
+
+def _stored_head(stored: Any) -> Mapping[str, Any]:
+    """The section "lm.head" of a stored config; empty if it is missing or no section."""
+    for name in ("lm", "head"):
+        stored = stored.get(name) if isinstance(stored, Mapping) else None
+    return stored if isinstance(stored, Mapping) else {}
+
+
+def resolve_stored(stored: Mapping[str, Any]) -> Config:
+    """`resolve` for the content of a config.json, which may have the keys of `removed_loss`."""
+    head = _stored_head(stored)
+    kept = {key: value for key, value in head.items() if key not in _REMOVED}
+    if len(kept) < len(head):
+        stored = {**stored, "lm": {**stored["lm"], "head": kept}}
+    return resolve(stored)
+
+
+def removed_loss(stored: Mapping[str, Any]) -> str:
+    """The key and value of a loss with which the run of a config.json was trained, and which is no longer there; or ""."""
+    weight = _stored_head(stored).get(_REMOVED[0])
+    return f"lm.head.{_REMOVED[0]}={weight!r}" if weight else ""
 
 
 def as_dict(config: Config) -> dict[str, Any]:

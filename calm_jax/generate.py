@@ -159,7 +159,7 @@ def _options(config: Config) -> SampleConfig:
     except UserError as error:
         # The message begins with the key's name, as in "sample.temperature=2" or "max_tokens=0".
         message = str(error).removeprefix("sample.")
-        if message.partition("=")[0] not in [flag.name for flag in _OPTIONS]:
+        if message.partition("=")[0] not in given:
             raise
         raise UserError(f"--{message}") from error
 

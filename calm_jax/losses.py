@@ -2,7 +2,7 @@
 
 All are functions in float32 that return one value per position.
 
-P positions, N draws of the model, M draws of the target, Z latent size, K tokens a chunk, V vocabulary.
+P positions, N draws of the model, M draws of the target, Z latent size, V vocabulary.
 """
 
 from typing import NamedTuple

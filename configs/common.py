@@ -274,7 +274,7 @@ def _energy_head() -> ConfigDict:
     # E, size of the uniform noise vector that a sample is computed from.
     head.noise_size = 64
     # N and M of the energy score: samples of the model and of the target, the autoencoder's posterior (paper: 8 and 100). With
-    # M = 0 the target is the posterior's mean, from which small models learn faster (docs/training.md).
+    # M = 0 the target is the posterior's mean, from which small models with many latent dimensions learn faster (docs/training.md).
     head.num_samples = 8
     head.num_target_samples = 100
     # Exponent of the distance in the energy score, in (0, 2]; the score is strictly proper below 2 (paper: 1).

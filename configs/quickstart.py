@@ -75,46 +75,35 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.eval.block_tokens = 512
     config.sample.prompts = ("def ", "import ", "class ", "    def __init__(self, ")
     config = common.variant(config, arguments)
+    if config.chunk_size > 2:
+        _set_longer_chunks(config)
     # From p^(1/T) at lower temperatures a model this small writes mostly spaces, the most likely text in Python code. With less noise
     # (the sampler "noise", one draw) it is right more often, but with the token prior it writes fewer different words and more spaces
     # (docs/benchmarks.md).
     config.sample.temperature = 1.0
-    is_energy = config.lm.head.name == "energy"
-    if is_energy:
+    if config.lm.head.name == "energy":
         config.sample.sampler = "noise"
-    if config.chunk_size > 2:
-        _set_longer_chunks(config)
-        if is_energy:
-            config.sample.temperature = 0.33
-            if config.chunk_size > 4:
-                # With so many latent dimensions the posterior's noise hides what differs between chunks (docs/training.md).
-                config.lm.head.num_target_samples = 0
-    elif is_energy:
         # Draws between two likely chunks then decode to likely tokens, not to rare ones: the model writes more words, and has a
-        # higher score (docs/experiments.md). For K = 4 it writes more spaces.
+        # higher score (docs/experiments.md).
         config.lm.token_prior_weight = 3.0
-        # As many as fit into eight minutes: a step of other heads costs more.
-        config.lm.training.num_steps, config.lm.training.eval_every = 1750, 875
+        if config.chunk_size <= 2:
+            # As many as fit into eight minutes: a step of other heads costs more.
+            config.lm.training.num_steps, config.lm.training.eval_every = 1750, 875
     return config
 
 
 def _set_longer_chunks(config: ConfigDict) -> None:
-    """K > 2: fewer different tokens, and a wider autoencoder, which trains for more steps."""
-    model = config.autoencoder.model
-    model.hidden_size, model.intermediate_size = 256, 640
-    config.autoencoder.optimizer.learning_rate = 3e-3
-    training = config.autoencoder.training
-    if config.chunk_size <= 4:
-        config.tokenizer.vocab_size = 2048
-        # A quarter of the paper's latent dimensions: the backbone then learns more from the head's loss (docs/training.md).
-        model.latent_size = 8 * config.chunk_size
-        config.autoencoder.random_chunks = 0.1
-        training.num_steps, training.eval_every = 2500, 1250
-    else:
-        config.tokenizer.vocab_size = 512
-        config.autoencoder.random_chunks = 0.25
-        training.num_steps, training.eval_every = 3500, 1750
-    config.lm.optimizer.learning_rate = 6e-4
-    config.lm.optimizer.warmup_steps = 300
-    training = config.lm.training
+    """K > 2: fewer different tokens, and an autoencoder that is twice as wide."""
+    config.tokenizer.vocab_size = 2048 if config.chunk_size <= 4 else 512
+    stage = config.autoencoder
+    # A quarter of the paper's latent dimensions: more would have more of the posterior's noise, which hides what differs between
+    # chunks (docs/training.md).
+    stage.model.latent_size = 8 * config.chunk_size
+    stage.model.hidden_size, stage.model.intermediate_size = 256, 640
+    stage.optimizer.learning_rate = 3e-3
+    stage.training.num_steps, stage.training.eval_every = 1750, 875
+    stage = config.lm
+    stage.optimizer.learning_rate = 6e-4
+    stage.optimizer.warmup_steps = 300
+    training = stage.training
     training.num_steps, training.eval_every, training.batch_size = 1550, 775, 2

@@ -5,7 +5,7 @@ import pathlib
 from ml_collections import ConfigDict
 
 from calm_jax.cli.files import read_json, refuse_url
-from calm_jax.config import as_dict, resolve
+from calm_jax.config import as_dict, resolve_stored
 from calm_jax.errors import UserError, reason_of
 
 
@@ -21,4 +21,4 @@ def get_config(folder: str = "") -> ConfigDict:
         raise UserError(
             f"{folder} is no workdir: {path} cannot be read ({why}); give the folder of a run"
         ) from error
-    return ConfigDict(as_dict(resolve(stored)))
+    return ConfigDict(as_dict(resolve_stored(stored)))

@@ -14,10 +14,19 @@ import pytest
 
 import configs
 from calm_jax import build
-from calm_jax.config import Config, as_dict, as_json, differing_keys, leaves, resolve
+from calm_jax.config import (
+    Config,
+    as_dict,
+    as_json,
+    differing_keys,
+    leaves,
+    resolve,
+    resolve_stored,
+)
 from calm_jax.errors import UserError
 from calm_jax.evaluation import evaluator
 from calm_jax.models.heads import HEADS, LATENT_HEADS
+from calm_jax.run.workdir import Workdir
 from calm_jax.training import loop
 from configs import common, quickstart
 from configs import workdir as stored
@@ -300,22 +309,33 @@ def test_a_config_of_an_older_version_has_the_values_that_stand_for_what_it_did(
         resolve(older)
 
 
-def test_a_config_with_the_keys_of_a_removed_loss_is_read(tmp_path, caplog):
-    older = as_dict(resolve(tree_with({})))
-    removed = {
-        "decoded_brier_weight": 0.0,
+def test_a_stored_config_may_have_the_keys_of_a_removed_loss(tmp_path):
+    expected = resolve(tree_with({}))
+    older = as_dict(expected)
+    older["lm"]["head"] |= {
+        "decoded_brier_weight": 16.0,
         "decoded_brier_delay": 300,
         "decoded_brier_temperature": 3.0,
     }
-    older["lm"]["head"] |= removed
-    assert resolve(older) == resolve(tree_with({}))
-    assert not caplog.text
-    # A run that was trained with this loss would go on without it.
-    older["lm"]["head"]["decoded_brier_weight"] = 16.0
+    assert resolve_stored(older) == expected
     (tmp_path / "config.json").write_text(json.dumps(older))
-    tree = stored.get_config(str(tmp_path))
-    assert "lm.head.decoded_brier_weight=16.0 is of an older version" in caplog.text
-    assert resolve(tree) == resolve(tree_with({}))
+    assert Workdir(tmp_path).config == resolve(stored.get_config(str(tmp_path))) == expected
+    # A recipe must not have them.
+    assert "config has no key lm.head.decoded_brier_weight" in refusal(older)
+
+
+@pytest.mark.parametrize("weight", [0.0, 16.0])
+def test_a_run_that_was_trained_with_a_removed_loss_is_not_continued(weight, tmp_path):
+    config = resolve(tree_with({}))
+    older = as_dict(config)
+    older["lm"]["head"]["decoded_brier_weight"] = weight
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    Workdir(tmp_path).check_config(config, training=False)
+    if not weight:
+        Workdir(tmp_path).check_config(config, training=True)
+        return
+    with pytest.raises(UserError, match=r"was trained with lm\.head\.decoded_brier_weight=16\.0"):
+        Workdir(tmp_path).check_config(config, training=True)
 
 
 def test_integers_are_accepted_for_float_keys():
@@ -428,8 +448,8 @@ def test_a_recipe_resolves_with_every_head_and_chunk_size(name):
             assert (config.lm.head.name, config.chunk_size) == (head, chunk_size)
             assert isinstance(config.lm.head, HEADS[head][1])
             assert config.lm.head.num_blocks == plain.lm.head.num_blocks
-            few = name == "quickstart" and chunk_size in (3, 4)
-            assert config.autoencoder.model.latent_size == (8 if few else 32) * chunk_size
+            each = 8 if name == "quickstart" and chunk_size > 2 else 32
+            assert config.autoencoder.model.latent_size == each * chunk_size
             for ours, before in ((config.autoencoder, plain.autoencoder), (config.lm, plain.lm)):
                 lost = before.data.block_tokens - ours.data.block_tokens
                 assert 0 <= lost < chunk_size and not ours.data.block_tokens % chunk_size
@@ -445,7 +465,7 @@ def test_the_softmax_head_makes_a_recipe_its_autoregressive_baseline(name):
     assert variant("head=softmax,k=1", name) == config
 
 
-def test_longer_chunks_of_the_quickstart_have_shorter_tokens_and_a_wider_autoencoder():
+def test_longer_chunks_of_the_quickstart_have_a_smaller_vocabulary_and_a_wider_autoencoder():
     """Otherwise it reconstructs 69 % of the tokens for K = 8 and 512 tokens, and the language model is not trained."""
     for arguments, vocab_size, rows, width, rate in (
         ("", 4096, 1, 128, 4e-3),

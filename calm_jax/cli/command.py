@@ -51,7 +51,7 @@ def _drop(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """Prints a line on stderr, if that can be written."""
     try:
         print(line, file=sys.stderr, flush=True)
@@ -96,7 +96,7 @@ def status_unwritten(error: OSError) -> int:
         raise error
     _drop(sys.stdout)
     # A command's own file that cannot be written is a `UserError` (`os_errors`). This may be stdout, after that file.
-    _say(
+    say(
         f"error: {error.strerror}, for the output or a file: {_WAYS_OUT[error.errno]}; files that are complete are kept"
     )
     return 2
@@ -141,12 +141,12 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], No
                 status = main(argv) or 0
                 sys.stdout.flush()
         except UserError as error:
-            _say(f"error: {error}")
+            say(f"error: {error}")
             status = 2
         except OSError as error:
             status = status_unwritten(error)
         except Interrupted as interruption:
-            _say(f"interrupted: {interruption}")
+            say(f"interrupted: {interruption}")
             end_soon()
         sys.exit(status)
 

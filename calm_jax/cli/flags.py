@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from calm_jax.cli.command import open_streams, status_unwritten
+from calm_jax.cli.command import open_streams, say, status_unwritten
 from calm_jax.cli.files import local_path
 from calm_jax.errors import UserError, nearest, typed_reason_of
 
@@ -48,7 +48,7 @@ def _one_line_errors() -> Iterator[None]:
         sys.exit(status_unwritten(error))
     else:
         return
-    print(f"error: {UserError(message)}", file=sys.stderr)
+    say(f"error: {UserError(message)}")
     sys.exit(2)
 
 

@@ -33,7 +33,15 @@ from jax.sharding import Mesh
 from calm_jax.cli.files import empty, os_errors, read_json, write_atomically
 from calm_jax.cli.ownership import LOCK, is_foreign, owned
 from calm_jax.cli.progress import counted
-from calm_jax.config import Config, as_dict, as_json, differing_keys, leaves, resolve
+from calm_jax.config import (
+    Config,
+    as_dict,
+    as_json,
+    differing_keys,
+    leaves,
+    removed_loss,
+    resolve_stored,
+)
 from calm_jax.data.corpus import Corpus, Source
 from calm_jax.data.documents import Document
 from calm_jax.data.shards import PreparedText
@@ -172,17 +180,21 @@ class Workdir:
         return self.has_checkpoint("lm")
 
     @functools.cached_property
-    def config(self) -> Config:
-        """The stored config. Raises `UserError` if the folder is no workdir."""
+    def _stored(self) -> dict[str, Any]:
+        """The content of config.json. Raises `UserError` if the folder is no workdir."""
         if not self.exists:
             why = "it has no config.json" if self.path.exists() else "there is no such folder"
             raise UserError(f"{self.path} is no workdir: {why}; give the folder of a run")
         try:
-            stored = read_json(self._config_path)
+            return read_json(self._config_path)
         except (OSError, ValueError) as error:
             raise UserError(f"{self._config_path} cannot be read ({error})") from error
+
+    @functools.cached_property
+    def config(self) -> Config:
+        """The stored config. Raises `UserError` if the folder is no workdir."""
         try:
-            return resolve(stored)
+            return resolve_stored(self._stored)
         except UserError as error:
             raise UserError(f"{self._config_path}: {error}") from error
 
@@ -204,6 +216,12 @@ class Workdir:
 
         training: True to resume training, which fixes more keys than evaluation does (see `differing_keys`).
         """
+        loss = removed_loss(self._stored) if training else ""
+        if loss:
+            raise UserError(
+                f"{self.path} was trained with {loss}, a loss that calm_jax no longer has: begin another run from its parameters "
+                f"without this loss, with --config.init_from={self.path} and another --workdir"
+            )
         pairs = differing_keys(as_dict(config), as_dict(self.config), training)
         if pairs:
             key, ours, stored = pairs[0]

@@ -17,7 +17,7 @@ from calm_jax.sampling.config import CALM_ONLY, SampleConfig
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 # The most characters of a message, which may quote what the client sent.
 _LONGEST_MESSAGE = 500
-# Of a longer number Python would refuse to read the digits. No field takes one as long.
+# Python refuses to read the digits of a number that is several times as long. No field takes one as long as this.
 _MOST_DIGITS = 1000
 
 # Fields of OpenAI's interface that this server does not have: they are accepted with these values, which change nothing.

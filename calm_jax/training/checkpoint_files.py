@@ -174,6 +174,8 @@ def copy_latest(folder: pathlib.Path, target: pathlib.Path, leave_out: Collectio
         raise UserError(
             f"{folder} holds no checkpoint: were its checkpoints deleted or moved meanwhile?"
         )
+    if target.is_symlink() and not target.exists():
+        raise UserError(f"{target} is a link to {target.readlink()}, which does not exist")
     # A link may lead to another disk, onto which no folder can be moved.
     target = target.resolve()
     source, unfinished = folder / str(step), target.with_name(f"{target.name}.tmp")

@@ -24,7 +24,7 @@ print(json.dumps([int(token) for token in text.tokens]))
 
 
 def train(number: int, text_glob: str, workdir: pathlib.Path, *options: str) -> str:
-    """Trains the tiny recipe with all losses and a token prior on so many devices."""
+    """Trains the tiny recipe with a token prior on so many devices."""
     recipe = f"--config=tests/tiny_recipe.py:{text_glob},token_predictor"
     # A cosine depends on the last step, which the two parts of a run do not share.
     constant = [f"--config.{name}.optimizer.schedule=constant" for name in ("autoencoder", "lm")]

@@ -150,11 +150,9 @@ def loss_of_documents(task, params, frozen, batch, places, key_B):
             continue
         tokens_1LK = tokens.reshape(1, -1, size)
         h_PD = task.hidden(params, tokens_1LK)[0]
-        next_PK = tokens_1LK[0, 1:]
-        posterior = task.posterior(frozen, next_PK)
-        target = task.target(params, frozen, posterior, next_PK, None, 0)
+        posterior = task.posterior(frozen, tokens_1LK[0, 1:])
         key_P = split_keys(key_B, sum(LENGTHS) - 1)[0, first : stop - 1]
-        total += task.model.apply({"params": params}, h_PD, target, key_P, method="loss").sum()
+        total += task.model.apply({"params": params}, h_PD, posterior, key_P, method="loss").sum()
     return total
 
 

@@ -278,6 +278,17 @@ def test_a_link_to_a_folder_elsewhere_gets_the_copy_there(tmp_path):
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["init_lm"]
 
 
+def test_a_link_to_nothing_gets_no_copy(tmp_path):
+    """It may lead to a disk that is not mounted."""
+    save(tmp_path / "lm")
+    (tmp_path / "init_lm").symlink_to(tmp_path / "disk" / "init_lm")
+    with pytest.raises(
+        UserError, match=r"init_lm is a link to .*/disk/init_lm, which does not exist"
+    ):
+        checkpoint_files.copy_latest(tmp_path / "lm", tmp_path / "init_lm", leave_out=())
+    assert not (tmp_path / "disk").exists()
+
+
 def test_checkpoints_that_are_gone_leave_no_copy(tmp_path):
     """As where the source is overwritten while the text is read."""
     (tmp_path / "lm").mkdir()
