@@ -101,7 +101,8 @@ def _set_longer_chunks(config: ConfigDict) -> None:
     stage.model.latent_size = 8 * config.chunk_size
     stage.model.hidden_size, stage.model.intermediate_size = 256, 640
     stage.optimizer.learning_rate = 3e-3
-    stage.training.num_steps, stage.training.eval_every = 1750, 875
+    steps = 1750 if config.chunk_size <= 4 else 4000
+    stage.training.num_steps, stage.training.eval_every = steps, steps // 2
     stage = config.lm
     stage.optimizer.learning_rate = 6e-4
     stage.optimizer.warmup_steps = 300

@@ -20,19 +20,15 @@ def map_positions(function: Callable[[Any], Any], most: int, tree: Any) -> Any:
         tree: arrays with P >= 1 entries, also keys.
     """
     num = len(jax.tree.leaves(tree)[0])
-    num_blocks, size = _equal_blocks(num, most)
+    # The fewest blocks, and the size that makes them equal.
+    num_blocks = -(-num // most)
+    size = -(-num // num_blocks)
     if num_blocks == 1:
         return jax.vmap(function)(tree)
     filling = num_blocks * size - num
     if filling:
         tree = jax.tree.map(lambda x: jax.numpy.concatenate([x, x[:filling]]), tree)
     return jax.tree.map(lambda x: x[:num], jax.lax.map(function, tree, batch_size=size))
-
-
-def _equal_blocks(num: int, most: int) -> tuple[int, int]:
-    """The fewest blocks of at most `most` entries for `num` entries, and the size that makes them equal; the last may need filling."""
-    num_blocks = -(-num // most)
-    return num_blocks, -(-num // num_blocks)
 
 
 def unrolled(length: int) -> int:
