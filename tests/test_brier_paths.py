@@ -318,7 +318,7 @@ def network(chunk_size, exact=False, num_kv_heads=2):
             AutoregressiveLM(config, SoftmaxHead(V, D, jnp.float32), V, jnp.float32), PAD, protocol
         )
         return task.bind(random_params(task), {})
-    head_config = EnergyHeadConfig("energy", 2, 6, 2, 2, 1.0, 0.0, 0, 1.0)
+    head_config = EnergyHeadConfig("energy", 2, 6, 2, 2, 1.0)
     head = EnergyHead(head_config, D, Z, 1e-6, jnp.float32)
     autoencoder = AutoencoderTask(
         Autoencoder(autoencoder_config(latent_size=Z), V, chunk_size, jnp.float32), PAD

@@ -193,8 +193,9 @@ class Workdir:
     @functools.cached_property
     def config(self) -> Config:
         """The stored config. Raises `UserError` if the folder is no workdir."""
+        stored = self._stored
         try:
-            return resolve_stored(self._stored)
+            return resolve_stored(stored)
         except UserError as error:
             raise UserError(f"{self._config_path}: {error}") from error
 
