@@ -45,7 +45,7 @@ _REPEATS = flags.DEFINE_integer("repeats", 5, "steps of each recipe", lower_boun
 _WORDS = Vocabulary(513, 512)
 # Changes of the 512-token recipe; each changes another size, or what is recomputed.
 CASES: dict[str, dict[str, Any]] = {
-    "quickstart": {},
+    "512 tokens": {},
     "wider": {"lm.model.hidden_size": 512, "lm.model.intermediate_size": 1376},
     "deeper": {"lm.model.num_layers": 12},
     "more rows": {"lm.training.batch_size": 8},

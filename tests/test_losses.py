@@ -1,5 +1,4 @@
-"""The energy score compared with its definition and with its closed form on Gaussians; the Brier loss of decoded draws
-compared with its definition over all n-grams; KL and cross-entropy by hand."""
+"""The energy score compared with its definition and with its closed form on Gaussians; KL and cross-entropy by hand."""
 
 import functools
 import math
@@ -10,12 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from calm_jax.losses import (
-    Posterior,
-    clamped_kl,
-    cross_entropy,
-    energy_score,
-)
+from calm_jax.losses import Posterior, clamped_kl, cross_entropy, energy_score
 from tests.models.networks import shapes_in
 
 score_of = jax.jit(energy_score, static_argnames="beta")

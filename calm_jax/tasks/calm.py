@@ -132,15 +132,15 @@ class CalmTask:
         """
         tokens_BLK, targets_BLK = chunks(batch, self.chunk_size)
         h_BLD = self.hidden(params, tokens_BLK, documents_of(batch, self.chunk_size))
-        predictor = self.model.token_predictor
-        x_BLKD = None if predictor is None else self._token_features(params, h_BLD)
         next_BLK = tokens_BLK[:, 1:]
         posterior = self.posterior(frozen, flatten(next_BLK))
         key_P = flatten(split_keys(key_B, tokens_BLK.shape[1] - 1))
         loss_P = call(self.model, {"params": params}, "loss", flatten(h_BLD), posterior, key_P)
         counted_P = flatten(counted_chunks(0, targets_BLK))
+        predictor = self.model.token_predictor
         if predictor is None:
             return {"loss": total(loss_P, counted_P)}
+        x_BLKD = self._token_features(params, h_BLD)
         token_P = flatten(call(self.model, {"params": params}, "token_loss", x_BLKD, next_BLK))
         return {
             "loss": total(loss_P + predictor.weight * token_P, counted_P),

@@ -73,6 +73,8 @@ def test_on_plain_text_the_losses_and_the_token_prior_stay_as_they_were(tmp_path
     tuned = finetune_recipe.get_config(f"{workdir.path},text")
     assert (tuned.data.prompt_field, tuned.data.text_field) == ("", "text")
     assert tuned.lm.token_prior_weight == tree.lm.token_prior_weight == 2
+    assert tuned.lm.token_loss_weight == tree.lm.token_loss_weight
+    assert tuned.lm.head == tree.lm.head
     assert tuned.init_from == str(workdir.path)
 
 
