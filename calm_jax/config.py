@@ -394,8 +394,8 @@ _TRAINING_KEYS = (
 )
 # Keys of a model that change how it is computed, and no number but for rounding.
 COMPUTATION_KEYS = ("lm.model.remat", "lm.model.attention")
-# Keys of a head that change how it is sampled.
-_HEAD_SAMPLING_KEYS = ("lm.head.num_steps", "lm.head.solver")
+# Keys of a model that change how its draws are made and decoded.
+_DRAWING_KEYS = ("lm.head.num_steps", "lm.head.solver", "lm.token_prior_weight")
 # Keys of a model that change how it is trained.
 _LOSS_KEYS = (
     *("autoencoder.model.dropout", "autoencoder.model.kl_clamp", "autoencoder.model.kl_weight"),
@@ -403,12 +403,12 @@ _LOSS_KEYS = (
 )
 # Keys of a model that change neither which parameters it has nor what they mean: a run may start from the parameters of a run with
 # other values.
-NO_PARAMETER_KEYS = COMPUTATION_KEYS + _HEAD_SAMPLING_KEYS + _LOSS_KEYS
+NO_PARAMETER_KEYS = COMPUTATION_KEYS + _DRAWING_KEYS + _LOSS_KEYS
 # Exceptions, which may differ in every command: the last three change how bad records are handled, how text is read and where the
 # tokenizer's file is.
 _FREE_KEYS = (
     *COMPUTATION_KEYS,
-    *_HEAD_SAMPLING_KEYS,
+    *_DRAWING_KEYS,
     "data.on_bad_record",
     "data.read_threads",
     "tokenizer.path",

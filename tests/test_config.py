@@ -878,6 +878,15 @@ def test_the_sampling_keys_of_a_head_are_not_fixed(head, changes):
     assert differing_keys(as_dict(ours), stored, training=False) == []
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_the_token_priors_weight_is_not_fixed(training):
+    """The prior takes no part in training."""
+    ours, before = (
+        resolve(tree_with({"lm.token_prior_weight": weight}, "quickstart")) for weight in (1.0, 3.0)
+    )
+    assert differing_keys(as_dict(ours), json.loads(as_json(before)), training) == []
+
+
 def test_a_key_that_only_one_of_two_configs_has_differs():
     ours, before = as_dict(resolve(tree_with({}))), as_dict(resolve(tree_with({})))
     del before["lm"]["head"]["beta"]

@@ -6,6 +6,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -14,7 +15,7 @@ from calm_jax import brier
 from calm_jax.build import check_attention, make_autoencoder_task, make_lm_task, stage_of
 from calm_jax.cli.files import nan_to_none, write_atomically
 from calm_jax.cli.signals import ignore_the_next
-from calm_jax.config import Config, as_dict
+from calm_jax.config import Config, as_dict, leaves
 from calm_jax.cost import flops
 from calm_jax.data.corpus import Corpus
 from calm_jax.errors import UserError
@@ -364,6 +365,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "eval": dataclasses.asdict(config.eval),
             "data": dataclasses.asdict(config.data),
+            "changed": _changed(config, workdir),
         }
 
         def write() -> None:
@@ -379,6 +381,17 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
             report.print_plane(results["plane"])
         report.print_results(results, config, workdir, are_evaluated=True)
     return results
+
+
+def _changed(config: Config, workdir: Workdir) -> dict[str, Any]:
+    """The values, by key, that differ from the run's config.json, without those of the sections "eval" and "data"."""
+    stored = dict(leaves(as_dict(workdir.config)))
+    ours = leaves(as_dict(config))
+    return {
+        key: value
+        for key, value in ours
+        if not key.startswith(("eval.", "data.")) and value != stored.get(key)
+    }
 
 
 def _score(run: Run, ways: list[SamplerConfig]) -> dict[str, Mapping]:

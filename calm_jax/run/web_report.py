@@ -152,11 +152,12 @@ def _evaluations(run: RunFiles) -> str:
                 for name in ("lm", "floor", "equal_context", "equal_context_floor")
             ),
             _num_samples(record),
+            _changed(record),
         )
         for number, (found, record) in enumerate(run.evaluations, 1)
     ]
     scores = ("BrierLM", "floor", "at equal context", "its floor")
-    head = ("", "time", *scores, "samples per position")
+    head = ("", "time", *scores, "samples per position", "changed keys")
     return table(rows, head) if rows else ""
 
 
@@ -164,6 +165,14 @@ def _time(record: dict) -> str:
     """When an evaluation ended; nothing for a record of an earlier commit, which does not say so."""
     time = record.get("time")
     return time if isinstance(time, str) else ""
+
+
+def _changed(record: dict) -> str:
+    """In which keys the evaluation's config differed from the run's; nothing for a record of an earlier commit."""
+    changed = record.get("changed")
+    if not isinstance(changed, dict):
+        return ""
+    return ", ".join(f"{key}={value}" for key, value in changed.items())
 
 
 def _num_samples(record: dict) -> str:

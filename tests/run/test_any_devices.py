@@ -8,7 +8,7 @@ import pytest
 
 from calm_jax.parallel.mesh import MeshConfig, adapted
 from tests.simulated_devices import on, run_program
-from tests.workdirs import metrics, run
+from tests.workdirs import evaluate, metrics, run
 
 PROMPT = "def value("
 SPLIT = """
@@ -85,6 +85,20 @@ def test_scores_do_not_depend_on_the_devices(runs, number):
         assert len(common) > 3
         for key in common:
             assert theirs[key] == pytest.approx(ours[key], rel=1e-4, abs=1e-4), key
+
+
+@pytest.mark.slow
+def test_a_model_is_scored_without_its_token_prior(runs):
+    """The record says what differs from the run's config."""
+    workdir, _ = runs
+    stored = (workdir / "config.json").read_bytes()
+    with_prior = evaluate(workdir)
+    without = evaluate(workdir, "--config.lm.token_prior_weight=0.0")
+    assert with_prior["changed"] == {}
+    assert without["changed"] == {"lm.token_prior_weight": 0.0}
+    assert without["lm"]["loss"] == with_prior["lm"]["loss"]
+    assert without["lm"]["brier_1"] != with_prior["lm"]["brier_1"]
+    assert (workdir / "config.json").read_bytes() == stored
 
 
 @pytest.mark.slow

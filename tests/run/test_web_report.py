@@ -125,6 +125,7 @@ def workdir(tmp_path) -> Workdir:
     ]
     evaluation = {"lm": lm | scored(23.0), "floor": scored(3.0)}
     evaluation |= {"plane": {"points": points, "contexts": 5}}
+    evaluation |= {"changed": {"lm.token_prior_weight": 0.5, "sample.prompts": [HOSTILE]}}
     write_lines(workdir.evaluations_path, [evaluation, evaluation])
     return workdir
 
@@ -146,6 +147,7 @@ def test_a_page_has_every_part_and_the_text_as_it_was(workdir):
     assert {"BrierLM", "training loss", "unheard of (train)"} <= set(captions)
     cells = reader.texts("td")
     assert "23.00 ± 0.50" in cells and "3.00 ± 0.50" in cells
+    assert f"lm.token_prior_weight=0.5, sample.prompts={[HOSTILE]}" in cells
     config = next(text for text in reader.texts("pre") if '"chunk_size"' in text)
     assert json.loads(config)["data"]["train_files"] == f"{HOSTILE}/*.txt"
     assert HOSTILE in reader.texts("b")
