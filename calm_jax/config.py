@@ -415,6 +415,17 @@ _FREE_KEYS = (
 )
 
 
+def differences(ours: Mapping[str, Any], stored: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """`(key, our value, stored value)` of each key in which two configs from `as_dict` differ."""
+    ours_flat, stored_flat = dict(leaves(ours)), dict(leaves(stored))
+    missing = "(no such key)"
+    pairs = [
+        (key, ours_flat.get(key, missing), stored_flat.get(key, missing))
+        for key in ours_flat | stored_flat
+    ]
+    return [(key, a, b) for key, a, b in pairs if a != b]
+
+
 def differing_keys(
     ours: Mapping[str, Any], stored: Mapping[str, Any], training: bool
 ) -> list[tuple[str, Any, Any]]:
@@ -429,12 +440,8 @@ def differing_keys(
       `(key, our value, stored value)` of each.
     """
     fixed = MODEL_KEYS + _TRAINING_KEYS if training else MODEL_KEYS
-    ours_flat, stored_flat = dict(leaves(ours)), dict(leaves(stored))
-    keys = [
-        key
-        for key in ours_flat | stored_flat
-        if key.startswith(fixed) and not key.startswith(_FREE_KEYS)
+    return [
+        found
+        for found in differences(ours, stored)
+        if found[0].startswith(fixed) and not found[0].startswith(_FREE_KEYS)
     ]
-    missing = "(no such key)"
-    pairs = [(key, ours_flat.get(key, missing), stored_flat.get(key, missing)) for key in keys]
-    return [(key, a, b) for key, a, b in pairs if a != b]

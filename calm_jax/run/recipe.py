@@ -15,7 +15,7 @@ from calm_jax import brier
 from calm_jax.build import check_attention, make_autoencoder_task, make_lm_task, stage_of
 from calm_jax.cli.files import nan_to_none, write_atomically
 from calm_jax.cli.signals import ignore_the_next
-from calm_jax.config import Config, as_dict, leaves
+from calm_jax.config import Config, as_dict, differences
 from calm_jax.cost import flops
 from calm_jax.data.corpus import Corpus
 from calm_jax.errors import UserError
@@ -385,12 +385,10 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
 
 def _changed(config: Config, workdir: Workdir) -> dict[str, Any]:
     """The values, by key, that differ from the run's config.json, without those of the sections "eval" and "data"."""
-    stored = dict(leaves(as_dict(workdir.config)))
-    ours = leaves(as_dict(config))
     return {
-        key: value
-        for key, value in ours
-        if not key.startswith(("eval.", "data.")) and value != stored.get(key)
+        key: ours
+        for key, ours, _ in differences(as_dict(config), as_dict(workdir.config))
+        if not key.startswith(("eval.", "data."))
     }
 
 
