@@ -10,7 +10,7 @@ import rich.table
 from benchmarks.measure import Record
 from calm_jax.cli import progress
 from calm_jax.cli.files import nan_to_none, write_atomically
-from calm_jax.config import leaves
+from calm_jax.config import differences as differing_leaves
 from calm_jax.errors import UserError
 
 # Facts that may explain a difference; the date and the commit always differ.
@@ -53,16 +53,12 @@ def ratios(new: Sequence[Record], old: Sequence[Record]) -> dict[str, dict[str, 
 
 def differences(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
     """The differences between two files, except date and commit: the machine, versions, and keys of recipe and options."""
-    sides = []
-    for one in (new, old):
-        keys = dict(leaves({name: one.get(name) or {} for name in ("config", "options")}))
-        sides.append({name: one.get(name) for name in _FACTS} | keys)
-    ours, theirs = sides
-    return [
-        f"{name}: {theirs.get(name)} -> {ours.get(name)}"
-        for name in ours | theirs
-        if ours.get(name) != theirs.get(name)
-    ]
+    ours, theirs = (
+        {name: one.get(name) for name in _FACTS}
+        | {name: one.get(name) or {} for name in ("config", "options")}
+        for one in (new, old)
+    )
+    return [f"{key}: {before} -> {now}" for key, now, before in differing_leaves(ours, theirs)]
 
 
 def print_ratios(new: dict[str, Any], old: dict[str, Any], path: pathlib.Path) -> None:
