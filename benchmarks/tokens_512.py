@@ -18,6 +18,7 @@ def get_config(arguments: str = "k=4") -> ConfigDict:
 
     stage = config.autoencoder
     stage.random_chunks = 0.25
+    stage.model.dropout, stage.model.kl_weight = 0.05, 2e-3
     stage.model.latent_size = 32 * config.chunk_size
     if config.chunk_size <= 4:
         stage.model.hidden_size, stage.model.intermediate_size = 128, 320
