@@ -1,4 +1,5 @@
-"""The 512-token recipe, with which most runs of docs/experiments.md were made: the quickstart with K = 4 and shorter tokens.
+"""The 512-token recipe, with which most runs of docs/experiments.md were made: the quickstart with K = 4 and
+shorter tokens, and the dropout, KL weight and random chunks of that time.
 
     python -m calm_jax.main --config=benchmarks/tokens_512.py[:head=NAME,k=K]
 

@@ -85,6 +85,7 @@ def get_config(arguments: str = "") -> ConfigDict:
         config.sample.sampler = "noise"
         # Draws between two likely chunks then decode to likely tokens, not to rare ones: the model writes more words, and has a
         # higher score (docs/experiments.md).
+        # With a weight of 3 half of the text of K = 4 would be white space.
         config.lm.token_prior_weight = 2.0 if 2 < config.chunk_size <= 4 else 3.0
         if config.chunk_size <= 2:
             # As many as fit into eight minutes: a step of other heads costs more.
@@ -101,16 +102,17 @@ def _set_longer_chunks(config: ConfigDict) -> None:
     stage.model.latent_size = 8 * config.chunk_size
     stage.model.hidden_size, stage.model.intermediate_size = 256, 640
     stage.optimizer.learning_rate = 3e-3
-    stage.training.num_steps, stage.training.eval_every = 4000, 2000
     training = config.lm.training
-    training.num_steps, training.eval_every, training.batch_size = 1550, 775, 2
+    training.batch_size = 2
     if config.chunk_size <= 4:
-        # A fifteenth of the paper's rate: at 0.05 five of six chunks lose a token or a latent dimension, which hides from this small
-        # autoencoder what it still has to learn. With less weight of the KL divergence the posteriors become too narrow for the
-        # head's draws to hit (docs/experiments.md).
+        # A fifteenth of the paper's rate: at 0.05 five of six chunks lose a token or a latent dimension in each step, and stage 1 takes
+        # longer. With less dropout a larger weight of the KL divergence and fewer random chunks suffice (docs/experiments.md).
         stage.model.dropout, stage.model.kl_weight = 0.01, 1e-2
         stage.random_chunks = 0.25
         stage.training.num_steps, stage.training.eval_every = 1250, 625
         training.num_steps, training.eval_every = 1850, 925
+    else:
+        stage.training.num_steps, stage.training.eval_every = 4000, 2000
+        training.num_steps, training.eval_every = 1550, 775
     optimizer = config.lm.optimizer
     optimizer.learning_rate, optimizer.warmup_steps = 6e-4, 300
