@@ -12,8 +12,8 @@ from benchmarks.arms import config_of, step_flops
 
 _TOKENS = 2048
 _SHORTER_TOKENS = 512
-# What the recipe changed of the paper's, set back, but for dropout: for both stages, for stage 1, which needs more steps without random chunks, and
-# for stage 2.
+# What the recipe changed of the paper's, set back, but for dropout: for both stages, for stage 1, which needs more steps without
+# random chunks, and for stage 2.
 _PUBLISHED = ["--config.autoencoder.model.latent_size=128"]
 _PUBLISHED_STAGE_1 = [
     # A third of the paper's 0.15, as in the quickstart.

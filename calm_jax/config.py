@@ -416,7 +416,7 @@ _FREE_KEYS = (
 
 
 def differences(ours: Mapping[str, Any], stored: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """`(key, our value, stored value)` of each key in which two configs from `as_dict` differ."""
+    """`(key, our value, stored value)` of each dotted key in which two nested dicts differ, such as configs from `as_dict`."""
     ours_flat, stored_flat = dict(leaves(ours)), dict(leaves(stored))
     missing = "(no such key)"
     pairs = [

@@ -38,7 +38,6 @@ def get_config(arguments: str = "") -> ConfigDict:
     training.num_steps = 1500
     training.batch_size = 16
     training.log_every = 200
-    training.eval_every = 750
     training.checkpoint_every = 600
 
     model = config.lm.model
@@ -67,7 +66,6 @@ def get_config(arguments: str = "") -> ConfigDict:
     training.num_steps = 1250
     training.batch_size = 1
     training.log_every = 50
-    training.eval_every = 625
     training.checkpoint_every = 125
 
     config.eval.part_blocks = 32
@@ -84,35 +82,36 @@ def get_config(arguments: str = "") -> ConfigDict:
     if config.lm.head.name == "energy":
         config.sample.sampler = "noise"
         # Draws between two likely chunks then decode to likely tokens, not to rare ones: the model writes more words, and has a
-        # higher score (docs/experiments.md).
-        # With a weight of 3 half of the text of K = 4 would be white space.
+        # higher score (docs/experiments.md). With a weight of 3 half of the text of K = 4 would be white space.
         config.lm.token_prior_weight = 2.0 if 2 < config.chunk_size <= 4 else 3.0
         if config.chunk_size <= 2:
             # As many as fit into eight minutes: a step of other heads costs more.
-            config.lm.training.num_steps, config.lm.training.eval_every = 1750, 875
+            config.lm.training.num_steps = 1750
+    # In the middle and at the end.
+    for training in (config.autoencoder.training, config.lm.training):
+        training.eval_every = training.num_steps // 2
     return config
 
 
 def _set_longer_chunks(config: ConfigDict) -> None:
     """K > 2: fewer different tokens, and an autoencoder that is twice as wide."""
-    config.tokenizer.vocab_size = 2048 if config.chunk_size <= 4 else 512
     stage = config.autoencoder
     # A quarter of the paper's latent dimensions: more would have more of the posterior's noise, which hides what differs between
     # chunks (docs/training.md).
     stage.model.latent_size = 8 * config.chunk_size
     stage.model.hidden_size, stage.model.intermediate_size = 256, 640
     stage.optimizer.learning_rate = 3e-3
-    training = config.lm.training
-    training.batch_size = 2
     if config.chunk_size <= 4:
+        config.tokenizer.vocab_size = 2048
         # A fifteenth of the paper's rate: at 0.05 five of six chunks lose a token or a latent dimension in each step, and stage 1 takes
         # longer. With less dropout a larger weight of the KL divergence and fewer random chunks suffice (docs/experiments.md).
         stage.model.dropout, stage.model.kl_weight = 0.01, 1e-2
         stage.random_chunks = 0.25
-        stage.training.num_steps, stage.training.eval_every = 1250, 625
-        training.num_steps, training.eval_every = 1850, 925
+        stage.training.num_steps, config.lm.training.num_steps = 1250, 1850
     else:
-        stage.training.num_steps, stage.training.eval_every = 4000, 2000
-        training.num_steps, training.eval_every = 1550, 775
-    optimizer = config.lm.optimizer
-    optimizer.learning_rate, optimizer.warmup_steps = 6e-4, 300
+        config.tokenizer.vocab_size = 512
+        stage.training.num_steps, config.lm.training.num_steps = 4000, 1550
+    stage = config.lm
+    stage.optimizer.learning_rate = 6e-4
+    stage.optimizer.warmup_steps = 300
+    stage.training.batch_size = 2
