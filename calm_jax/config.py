@@ -207,6 +207,7 @@ _ADDED: dict[str, Any] = {
     "lm.token_prior_weight": 0.0,
     "sample.shown_candidates": 0,
     "sample.token_prior_scale": 1.0,
+    "tokenizer.whitespace_pieces": False,
 }
 # Keys that older versions lacked, each with the key of the same section whose value it then takes.
 _ADDED_AS = {"lm.model.rms_norm_epsilon": "norm_epsilon"}

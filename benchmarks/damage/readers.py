@@ -234,7 +234,9 @@ def _models() -> dict[str, bytes]:
 
     import tokenizers as library
 
-    pieces = tokenizers.make_tokenizer(tokenizers.TokenizerConfig("sentencepiece", "", 380), _TEXTS)
+    pieces = tokenizers.make_tokenizer(
+        tokenizers.TokenizerConfig("sentencepiece", "", 380, True), _TEXTS
+    )
     tokens = [bytes([byte]) for byte in range(256)] + [b"ab", b"abc", b" a"]
     ranks = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
     bpe = library.Tokenizer(library.models.BPE())

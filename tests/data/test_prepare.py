@@ -126,7 +126,9 @@ def touched(folder) -> dict[str, int]:
 
 
 def sentencepiece_model() -> bytes:
-    return make_tokenizer(TokenizerConfig("sentencepiece", "", 380), random_texts(7, 200)).model
+    return make_tokenizer(
+        TokenizerConfig("sentencepiece", "", 380, True), random_texts(7, 200)
+    ).model
 
 
 def workers_of(command: subprocess.Popen) -> list[psutil.Process]:
@@ -225,7 +227,7 @@ def test_a_running_cluster_uses_the_new_tokenizer_of_a_folder_made_again(tmp_pat
     accepted(prepare(arguments(files, tmp_path / "out")))
     shutil.rmtree(tmp_path / "out")
     accepted(prepare([*arguments(files, tmp_path / "out"), f"--tokenizer={model}"]))
-    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", str(model), 0), ())
+    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", str(model), 0, True), ())
     prepared(tmp_path / "loop", files, tokenizer)
     assert finished(tmp_path / "out") == contents(tmp_path / "loop")
 

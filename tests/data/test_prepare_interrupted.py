@@ -42,7 +42,7 @@ def large(tmp_path_factory) -> tuple[list[str], dict[str, bytes]]:
     for number, file in enumerate(files):
         data = json_lines(texts[number::3])
         file.write_bytes(frames(data, 2**16) if file.suffix == ".zst" else data)
-    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", str(model), 0), ())
+    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", str(model), 0, True), ())
     prepared(folder / "loop", files, tokenizer, shard_characters=100_000)
     given = [f"--input={','.join(map(str, files))}", f"--tokenizer={model}"]
     return [*given, "--shard_characters=100000"], contents(folder / "loop")

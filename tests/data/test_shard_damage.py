@@ -89,7 +89,9 @@ DAMAGED = [
 def small(tmp_path_factory) -> tuple[pathlib.Path, list[int]]:
     """A folder of three shards, and its tokens."""
     folder = tmp_path_factory.mktemp("small")
-    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", "", 380), random_texts(7, 200))
+    tokenizer = make_tokenizer(
+        TokenizerConfig("sentencepiece", "", 380, True), random_texts(7, 200)
+    )
     files = write_mixed(folder / "in", random_texts(17, 45))
     text = prepared(folder / "out", files, tokenizer, shard_characters=1700)
     assert text.num_shards == 3
@@ -254,7 +256,7 @@ def test_an_index_with_a_value_that_no_preparation_writes_is_refused(small, tmp_
 
 def test_a_tokenizer_other_than_that_of_the_tokens_is_refused(small, tmp_path):
     shutil.copytree(small[0], tmp_path / "out")
-    other = make_tokenizer(TokenizerConfig("sentencepiece", "", 380), random_texts(18, 200))
+    other = make_tokenizer(TokenizerConfig("sentencepiece", "", 380, True), random_texts(18, 200))
     assert isinstance(other, SentencePieceTokenizer)
     other.save(tmp_path / "out" / "tokenizer")
     with pytest.raises(UserError, match="tokenizer"):

@@ -144,7 +144,9 @@ def test_files_without_documents_change_no_token(tmp_path):
 
 
 def test_sentencepiece_tokens_decode_to_the_texts(tmp_path):
-    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", "", 380), random_texts(7, 200))
+    tokenizer = make_tokenizer(
+        TokenizerConfig("sentencepiece", "", 380, True), random_texts(7, 200)
+    )
     texts = random_texts(8, 50)
     files = write_mixed(tmp_path / "in", texts)
     text = prepared(tmp_path / "out", files, tokenizer, shard_characters=1000)

@@ -70,7 +70,7 @@ def random_texts(number: int, avoid: str = "") -> list[str]:
 
 @pytest.fixture(scope="module")
 def sentencepiece_model() -> bytes:
-    return make_tokenizer(TokenizerConfig("sentencepiece", "", 380), TEXTS).model
+    return make_tokenizer(TokenizerConfig("sentencepiece", "", 380, True), TEXTS).model
 
 
 def llama3_file() -> pathlib.Path:
@@ -85,7 +85,7 @@ def wikitext_file() -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def llama3() -> Tokenizer:
-    return make_tokenizer(TokenizerConfig("llama3", str(llama3_file()), 0), ())
+    return make_tokenizer(TokenizerConfig("llama3", str(llama3_file()), 0, True), ())
 
 
 def tiny_json(*special: str, eos: str = "<|end_of_text|>") -> bytes:
@@ -128,9 +128,11 @@ HUGGING_FACE = {
 }
 
 
-def trained_model(pad_id: int) -> bytes:
+def trained_model(pad_id: int, whitespace_pieces: bool = True) -> bytes:
     """The model that `make_tokenizer` trains on `TEXTS`; with a pad_id of -1 one without pad, as Llama 2's."""
     model = io.BytesIO()
+    # The trainer's default is False. Given explicitly, it would be another file.
+    more = {"allow_whitespace_only_pieces": True} if whitespace_pieces else {}
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS),
         model_writer=model,
@@ -147,6 +149,7 @@ def trained_model(pad_id: int) -> bytes:
         eos_id=2,
         pad_id=pad_id,
         minloglevel=2,
+        **more,
     )
     return model.getvalue()
 
@@ -227,7 +230,7 @@ def test_trained_sentencepiece_has_its_size_and_learns(sentencepiece_model):
     tokenizer = SentencePieceTokenizer(sentencepiece_model)
     assert tokenizer.vocab_size == 380
     assert len(tokenizer.encode(TEXTS[1])) < 0.5 * len(TEXTS[1])
-    again = make_tokenizer(TokenizerConfig("sentencepiece", "", 380), iter(TEXTS))
+    again = make_tokenizer(TokenizerConfig("sentencepiece", "", 380, True), iter(TEXTS))
     assert again.fingerprint == tokenizer.fingerprint
 
 
@@ -243,17 +246,32 @@ def many_characters() -> str:
 def test_sentencepiece_trains_on_more_characters_than_it_has_pieces(vocab_size):
     text = many_characters()
     assert len(set(text)) > vocab_size
-    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", "", vocab_size), [text])
+    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", "", vocab_size, True), [text])
     assert tokenizer.vocab_size == vocab_size
     texts = [text, *NASTY, *random_texts(20, avoid=SPACE_MARK)]
     assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
     assert len(tokenizer.encode(text)) < 0.95 * len(text.encode())
 
 
-def test_sentencepiece_has_the_same_options_wherever_they_train():
+@pytest.mark.parametrize("whitespace_pieces", [False, True])
+def test_sentencepiece_has_the_same_options_wherever_they_train(whitespace_pieces):
     """A model contains its options: others would give existing recipes another tokenizer."""
-    config = TokenizerConfig("sentencepiece", "", 340)
-    assert make_tokenizer(config, TEXTS).model == trained_model(pad_id=3)
+    config = TokenizerConfig("sentencepiece", "", 340, whitespace_pieces)
+    assert make_tokenizer(config, TEXTS).model == trained_model(3, whitespace_pieces)
+
+
+def test_indentation_is_one_token_with_whitespace_pieces():
+    text = "def f(x):\n    if x:\n        return x\n" * 30
+    ids = {}
+    for whitespace_pieces in (False, True):
+        config = TokenizerConfig("sentencepiece", "", 340, whitespace_pieces)
+        tokenizer = make_tokenizer(config, [text, *TEXTS])
+        texts = [text, *NASTY, *random_texts(20, avoid=SPACE_MARK), " " * 100_000]
+        assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
+        ids[whitespace_pieces] = tokenizer.encode(text)
+        runs = [tokenizer.decode([token]) for token in set(ids[whitespace_pieces])]
+        assert (" " * 8 in runs) == whitespace_pieces
+    assert len(ids[True]) < 0.7 * len(ids[False])
 
 
 def test_sentencepiece_learns_from_the_end_of_a_long_document():
@@ -261,13 +279,13 @@ def test_sentencepiece_learns_from_the_end_of_a_long_document():
     rng = random.Random(2)
     head = " ".join("".join(rng.choices("abcde", k=5)) for _ in range(4000))
     text = head + " zqzq" * 2000
-    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", "", 300), [text])
+    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", "", 300, True), [text])
     assert len(tokenizer.encode(" zqzq" * 100)) <= 300
 
 
 def test_a_trained_sentencepiece_model_is_read_from_a_file(tmp_path, sentencepiece_model):
     (tmp_path / "m.model").write_bytes(sentencepiece_model)
-    config = TokenizerConfig("sentencepiece", str(tmp_path / "m.model"), 0)
+    config = TokenizerConfig("sentencepiece", str(tmp_path / "m.model"), 0, True)
     assert make_tokenizer(config, ()).model == sentencepiece_model
 
 
@@ -460,7 +478,7 @@ def test_save_then_load_is_the_same(tokenizer, tmp_path):
 
 
 def test_fingerprints_differ_for_different_models(sentencepiece_model):
-    other = make_tokenizer(TokenizerConfig("sentencepiece", "", 301), TEXTS)
+    other = make_tokenizer(TokenizerConfig("sentencepiece", "", 301, True), TEXTS)
     all_kinds = [
         ByteTokenizer(b""),
         SentencePieceTokenizer(sentencepiece_model),
@@ -536,14 +554,14 @@ def test_saved_description_has_kind_fingerprint_and_ids(tmp_path):
 )
 def test_bad_config_is_refused(kind, path, vocab_size, names):
     with pytest.raises(UserError, match=names):
-        TokenizerConfig(kind, path, vocab_size)
+        TokenizerConfig(kind, path, vocab_size, True)
 
 
 @pytest.mark.parametrize(
     "kind, file", [("llama3", "tokenizer.model"), ("huggingface", "tokenizer.json")]
 )
 def test_a_kind_that_needs_a_file_is_refused_without(kind, file):
-    config = TokenizerConfig(kind, "", 512)
+    config = TokenizerConfig(kind, "", 512, True)
     with pytest.raises(UserError, match=rf"tokenizer\.path is empty: .*{kind}.*{file}"):
         make_tokenizer(config, ())
     if kind == "huggingface":
@@ -555,22 +573,22 @@ def test_a_kind_that_needs_a_file_is_refused_without(kind, file):
 def test_missing_model_file_is_named(tmp_path, kind):
     path = str(tmp_path / "gone.model")
     with pytest.raises(UserError, match=r"gone\.model' cannot be read: No such file"):
-        make_tokenizer(TokenizerConfig(kind, path, 512), ())
+        make_tokenizer(TokenizerConfig(kind, path, 512, True), ())
 
 
 @pytest.mark.parametrize("texts", [TEXTS, [many_characters()[:3000]]], ids=["few", "many"])
 def test_a_vocabulary_that_the_text_cannot_fill_is_refused_with_one_that_it_can(texts):
     with pytest.raises(UserError, match=r"tokenizer\.vocab_size=50000: .*more text") as error:
-        make_tokenizer(TokenizerConfig("sentencepiece", "", 50_000), texts)
+        make_tokenizer(TokenizerConfig("sentencepiece", "", 50_000, True), texts)
     size = int(str(error.value).partition("--config.tokenizer.vocab_size=")[2])
-    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", "", size), texts)
+    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", "", size, True), texts)
     assert tokenizer.vocab_size == size
 
 
 @pytest.mark.parametrize("texts", [[], ["hello world"], ["\u2585" * 1000]])
 def test_text_too_short_for_any_vocabulary_is_refused(texts):
     with pytest.raises(UserError, match=r"more text, or --config\.tokenizer\.kind=bytes"):
-        make_tokenizer(TokenizerConfig("sentencepiece", "", 300), texts)
+        make_tokenizer(TokenizerConfig("sentencepiece", "", 300, True), texts)
 
 
 BYTE_RANKS = tiny_ranks().splitlines(keepends=True)

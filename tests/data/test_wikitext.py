@@ -29,7 +29,7 @@ def wikitext() -> tuple[pathlib.Path, Tokenizer, list[list[int]]]:
     texts = [json.loads(line)["text"] for line in file.open(encoding="utf-8")]
     encoded = bpe.encode_ordinary_batch(naive_documents(texts, options(max_words=10_000)))
     assert len(encoded) > len(texts) == 62
-    return file, make_tokenizer(TokenizerConfig("llama3", str(model), 0), ()), encoded
+    return file, make_tokenizer(TokenizerConfig("llama3", str(model), 0, True), ()), encoded
 
 
 @pytest.mark.parametrize(

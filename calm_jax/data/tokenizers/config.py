@@ -36,6 +36,7 @@ class TokenizerConfig:
     kind: str
     path: str
     vocab_size: int
+    whitespace_pieces: bool
 
     def __post_init__(self) -> None:
         require_one_of("tokenizer.kind", self.kind, KINDS)
@@ -83,7 +84,7 @@ def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
         with os_errors(f"tokenizer.path={config.path!r}", "read"):
             model = read_file(pathlib.Path(config.path))
     elif config.kind == "sentencepiece":
-        model = train_sentencepiece(texts, config.vocab_size)
+        model = train_sentencepiece(texts, config.vocab_size, config.whitespace_pieces)
     else:
         model = b""
     return KINDS[config.kind](model)
@@ -115,13 +116,13 @@ def _config_of_file(path: pathlib.Path) -> TokenizerConfig:
         # Tiktoken's lines of base64 and rank; SentencePiece models are binary.
         is_llama3 = re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", model) is not None
         kind = "llama3" if is_llama3 else "sentencepiece"
-    return TokenizerConfig(kind, str(path), 512)
+    return TokenizerConfig(kind, str(path), 512, True)
 
 
 def open_tokenizer(name: str) -> tuple[Tokenizer, TokenizerConfig]:
     """The tokenizer that the flag `--tokenizer` names (a file, or "bytes"), and a config that describes it."""
     if name == ByteTokenizer.kind:
-        config = TokenizerConfig(name, "", 512)
+        config = TokenizerConfig(name, "", 512, True)
     elif not os.path.isfile(name):
         raise UserError(
             f"--tokenizer={name!r} is no file; give one, or 'bytes' (a run's tokenizer is tokenizer/model in its folder)"

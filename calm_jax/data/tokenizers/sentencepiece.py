@@ -60,25 +60,26 @@ _FIXED_PIECES = 260
 _RESERVED = "\u2585"
 
 
-def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, whitespace_pieces: bool) -> bytes:
     """Trains a lossless BPE model with byte fallback.
 
     The characters that make up 99.9 % of the texts have pieces of their own. If `vocab_size` has no room for all of them,
     as for Chinese with a small vocabulary, only the most frequent have. All other characters are encoded as bytes.
+    With `whitespace_pieces` a run of spaces can be one piece. Without, each space of it is a piece, or the beginning of a word.
 
     Raises:
         UserError: the texts are too short for `vocab_size`. The message proposes a size for which they are long enough.
     """
     texts = list(texts)
     try:
-        return _train(texts, vocab_size, 0.999)
+        return _train(texts, vocab_size, 0.999, whitespace_pieces)
     except RuntimeError:
         pass  # too many characters, or too little text
     try:
         frequent, number = _frequent_characters(texts, vocab_size)
-        model = _train(_parts(texts, frequent), vocab_size, 1.0)
+        model = _train(_parts(texts, frequent), vocab_size, 1.0, whitespace_pieces)
     except RuntimeError as error:
-        size = _trainable_size(texts, vocab_size)
+        size = _trainable_size(texts, vocab_size, whitespace_pieces)
         way_out = f"vocab_size={size}" if size else "kind=bytes"
         raise UserError(
             f"tokenizer.vocab_size={vocab_size}: SentencePiece finds too few pieces in the training text: give more text, or "
@@ -96,14 +97,20 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _train(
-    texts: Iterable[str], vocab_size: int, character_coverage: float, must_fill: bool = True
+    texts: Iterable[str],
+    vocab_size: int,
+    character_coverage: float,
+    whitespace_pieces: bool,
+    must_fill: bool = True,
 ) -> bytes:
     """A model of `vocab_size` pieces, or of fewer without `must_fill`. Raises `RuntimeError` if it cannot be trained."""
     # SentencePiece drops sentences longer than its limit, so long documents are passed in pieces.
     piece = 4000
     pieces = (text[i : i + piece] for text in texts for i in range(0, len(text), piece))
     # A model contains the options that were given, and its hash is compared: giving the default explicitly would change the hash.
-    unfilled: dict[str, Any] = {} if must_fill else {"hard_vocab_limit": False}
+    options: dict[str, Any] = {} if must_fill else {"hard_vocab_limit": False}
+    if whitespace_pieces:
+        options["allow_whitespace_only_pieces"] = True
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=pieces,
@@ -121,7 +128,7 @@ def _train(
         eos_id=2,
         pad_id=TRAINED_PAD,
         minloglevel=2,
-        **unfilled,
+        **options,
     )
     return model.getvalue()
 
@@ -150,12 +157,14 @@ def _parts(texts: Sequence[str], characters: str) -> Iterator[str]:
         yield from filter(None, others.split(text))
 
 
-def _trainable_size(texts: Sequence[str], vocab_size: int) -> int:
+def _trainable_size(texts: Sequence[str], vocab_size: int, whitespace_pieces: bool) -> int:
     """A vocabulary size that can be trained on texts that are too short for `vocab_size`; 0 if there is none."""
     while vocab_size >= LEAST_PIECES:
         frequent, _ = _frequent_characters(texts, vocab_size)
         try:
-            model = _train(_parts(texts, frequent), vocab_size, 1.0, must_fill=False)
+            model = _train(
+                _parts(texts, frequent), vocab_size, 1.0, whitespace_pieces, must_fill=False
+            )
         except RuntimeError:
             break
         size = SentencePieceTokenizer(model).vocab_size
