@@ -1,5 +1,5 @@
 """The 512-token recipe, with which most runs of docs/experiments.md were made: the quickstart with K = 4 and
-shorter tokens, and the dropout, KL weight and random chunks of that time.
+shorter tokens, none of them for a run of spaces, and the dropout, KL weight, random chunks and sampler of that time.
 
     python -m calm_jax.main --config=benchmarks/tokens_512.py[:head=NAME,k=K]
 
@@ -14,8 +14,11 @@ from configs import quickstart
 
 def get_config(arguments: str = "k=4") -> ConfigDict:
     config = quickstart.get_config(arguments)
-    config.tokenizer.vocab_size = 512
-    config.sample.temperature = 0.33 if config.lm.head.name == "energy" else 1.0
+    config.tokenizer.vocab_size, config.tokenizer.whitespace_pieces = 512, False
+    if config.lm.head.name == "energy":
+        config.sample.sampler, config.sample.temperature = "noise", 0.33
+    else:
+        config.sample.temperature = 1.0
 
     stage = config.autoencoder
     stage.random_chunks = 0.25

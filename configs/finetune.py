@@ -78,5 +78,4 @@ def _set_for_records(config: ConfigDict) -> None:
         config.sample.token_prior_scale = max(4.0, config.sample.token_prior_scale)
 
     # An answer is wanted that is likely, and not one of many.
-    if config.sample.sampler == "noise":
-        config.sample.temperature = min(0.33, config.sample.temperature)
+    config.sample.temperature = min(0.33, config.sample.temperature)
