@@ -82,8 +82,9 @@ def get_config(arguments: str = "") -> ConfigDict:
         if config.chunk_size <= 2:
             # As many as fit into eight minutes: a step of other heads costs more.
             config.lm.training.num_steps = 2050
-    if config.lm.head.name in ("diffusion", "flow"):
-        # A draw takes many passes through the head, and lower temperatures take many draws.
+    if config.chunk_size > 2 or config.lm.head.name in ("diffusion", "flow"):
+        # Lower temperatures take many draws. Of four tokens at once too few draws agree for that, and with these heads each draw takes
+        # many passes through the head.
         config.sample.temperature = 1.0
     # In the middle and at the end.
     for training in (config.autoencoder.training, config.lm.training):
