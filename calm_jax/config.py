@@ -405,14 +405,15 @@ _LOSS_KEYS = (
 # Keys of a model that change neither which parameters it has nor what they mean: a run may start from the parameters of a run with
 # other values.
 NO_PARAMETER_KEYS = COMPUTATION_KEYS + _DRAWING_KEYS + _LOSS_KEYS
-# Exceptions, which may differ in every command: the last three change how bad records are handled, how text is read and where the
-# tokenizer's file is.
+# Exceptions, which may differ in every command: the last four change how bad records are handled, how text is read, where the
+# tokenizer's file is, and how a tokenizer is trained, which a run does once.
 _FREE_KEYS = (
     *COMPUTATION_KEYS,
     *_DRAWING_KEYS,
     "data.on_bad_record",
     "data.read_threads",
     "tokenizer.path",
+    "tokenizer.whitespace_pieces",
 )
 
 

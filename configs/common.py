@@ -75,8 +75,8 @@ def get_config() -> ConfigDict:
     # Vocabulary size of a SentencePiece model that is trained here, at least 300. Characters that find no room in it are
     # encoded as bytes. Other tokenizers have a fixed vocabulary (Llama 3: 128,257 with the pad token) and ignore it.
     config.tokenizer.vocab_size = 512
-    # Whether pieces of a SentencePiece model that is trained here may consist of white space only, so that the indentation of a
-    # line of code is one token, as with Llama 3's tokenizer. Without them nearly half of the tokens of Python code are single
+    # Whether pieces of a SentencePiece model that is trained here may consist of white space only, so that an indentation of up
+    # to 16 spaces is usually one token, as with Llama 3's tokenizer. Without them nearly half of the tokens of Python code are single
     # spaces, and a model's score is mostly that of predicting them (docs/experiments.md). Other tokenizers ignore it.
     config.tokenizer.whitespace_pieces = True
 

@@ -80,11 +80,11 @@ def get_config(arguments: str = "") -> ConfigDict:
         # higher score. A weight of 3 would give still more words, but fewer different ones, and a lower score (docs/experiments.md).
         config.lm.token_prior_weight = 2.0
         if config.chunk_size <= 2:
-            # As many as fit into eight minutes: a step of other heads costs more.
+            # More than with the other heads, whose steps cost more.
             config.lm.training.num_steps = 2050
     if config.chunk_size > 2 or config.lm.head.name in ("diffusion", "flow"):
-        # Lower temperatures take many draws. Of four tokens at once too few draws agree for that, and with these heads each draw takes
-        # many passes through the head.
+        # Lower temperatures take many draws. With K = 4 most chunks would still not be drawn exactly (docs/benchmarks.md), and with
+        # these heads each draw takes many passes through the head.
         config.sample.temperature = 1.0
     # In the middle and at the end.
     for training in (config.autoencoder.training, config.lm.training):
@@ -99,16 +99,16 @@ def _set_longer_chunks(config: ConfigDict) -> None:
     stage.optimizer.learning_rate = 3e-3
     if config.chunk_size <= 4:
         stage.training.num_steps, config.lm.training.num_steps = 1250, 1850
+        if config.lm.head.name == "energy":
+            # The target is the posterior's mean: in so many latent dimensions the posterior's noise hides what differs between chunks
+            # (docs/training.md).
+            config.lm.head.num_target_samples = 0
     else:
         config.tokenizer.vocab_size = 512
-        # A quarter of the paper's latent dimensions: more would have more of the posterior's noise, which hides what differs between
-        # chunks (docs/training.md).
+        # A quarter of the paper's, for the same reason.
         stage.model.latent_size = 8 * config.chunk_size
         stage.training.num_steps, config.lm.training.num_steps = 4000, 1550
     stage = config.lm
-    if stage.head.name == "energy":
-        # The target is the posterior's mean, because so many latent dimensions have much of the posterior's noise (docs/training.md).
-        stage.head.num_target_samples = 0
     stage.optimizer.learning_rate = 6e-4
     stage.optimizer.warmup_steps = 300
     stage.training.batch_size = 2

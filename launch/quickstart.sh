@@ -10,7 +10,7 @@
 #
 # Needs: Python 3.11, 3.12 or 3.13 with venv (on Debian and Ubuntu the package python3-venv), a connection to PyPI for the
 # installation, 3 GB of memory. The installation has no GPU or TPU support: the model is made for a CPU.
-# Costs: 8 minutes after the installation, measured on two cores of an AMD EPYC (Zen 4) (docs/benchmarks.md); 3.5e13
+# Costs: 5 minutes after the installation, measured on two cores of an AMD EPYC (Zen 5) (docs/benchmarks.md); 3.6e13
 # floating-point operations. For comparison: CALM-M with its autoencoder is 3.47e20 FLOPs (calm_jax/cost/flops.py).
 set -euo pipefail
 # shellcheck source=launch/common.sh

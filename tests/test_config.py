@@ -292,12 +292,19 @@ def test_a_token_loss_is_refused_for_a_softmax_head():
 def test_a_config_of_an_older_version_has_the_values_that_stand_for_what_it_did(tmp_path):
     older = as_dict(resolve(tree_with({})))
     del older["lm"]["token_loss_weight"], older["lm"]["token_prior_weight"]
-    del older["lm"]["model"]["rms_norm_epsilon"]
+    del older["lm"]["model"]["rms_norm_epsilon"], older["tokenizer"]["whitespace_pieces"]
     # There was one epsilon for both kinds of norms.
     older["lm"]["model"]["norm_epsilon"] = 1e-5
     config = resolve(older)
     assert config.lm.model.rms_norm_epsilon == config.lm.model.norm_epsilon == 1e-5
     assert config.lm.token_loss_weight == config.lm.token_prior_weight == 0
+    assert config.tokenizer.whitespace_pieces is False
+    # A run has trained its tokenizer, or read it, so that today's recipe continues it.
+    assert not differing_keys(
+        {"tokenizer": {"whitespace_pieces": True}},
+        {"tokenizer": {"whitespace_pieces": False}},
+        True,
+    )
     # As a recipe it has the keys, so that flags can change them.
     (tmp_path / "config.json").write_text(json.dumps(older))
     tree = stored.get_config(str(tmp_path))
@@ -448,7 +455,7 @@ def test_a_recipe_resolves_with_every_head_and_chunk_size(name):
             assert (config.lm.head.name, config.chunk_size) == (head, chunk_size)
             assert isinstance(config.lm.head, HEADS[head][1])
             assert config.lm.head.num_blocks == plain.lm.head.num_blocks
-            each = 8 if name == "quickstart" and chunk_size > 2 else 32
+            each = 8 if name == "quickstart" and chunk_size > 4 else 32
             assert config.autoencoder.model.latent_size == each * chunk_size
             for ours, before in ((config.autoencoder, plain.autoencoder), (config.lm, plain.lm)):
                 lost = before.data.block_tokens - ours.data.block_tokens
@@ -465,18 +472,37 @@ def test_the_softmax_head_makes_a_recipe_its_autoregressive_baseline(name):
     assert variant("head=softmax,k=1", name) == config
 
 
-def test_longer_chunks_of_the_quickstart_have_a_smaller_vocabulary_and_a_wider_autoencoder():
+def test_longer_chunks_of_the_quickstart_have_a_wider_autoencoder_and_beyond_four_fewer_tokens():
     """Otherwise it reconstructs 69 % of the tokens for K = 8 and 512 tokens, and the language model is not trained."""
     for arguments, vocab_size, rows, width, rate in (
         ("", 4096, 1, 128, 4e-3),
         ("head=softmax", 4096, 1, 128, 4e-3),
-        ("k=4", 2048, 2, 256, 3e-3),
+        ("k=4", 4096, 2, 256, 3e-3),
         ("head=flow,k=8", 512, 2, 256, 3e-3),
     ):
         config = resolve(tree_with({}, "quickstart", arguments))
         assert (config.tokenizer.vocab_size, config.lm.training.batch_size) == (vocab_size, rows)
         stage = config.autoencoder
         assert (stage.model.hidden_size, stage.optimizer.learning_rate) == (width, rate)
+
+
+@pytest.mark.parametrize(
+    "arguments, temperature, targets, prior",
+    [
+        ("", 0.5, 16, 2),
+        ("k=1", 0.5, 16, 2),
+        ("k=4", 1, 0, 2),
+        ("k=8", 1, 16, 2),
+        ("head=flow", 1, None, 0),
+        ("head=diffusion,k=4", 1, None, 0),
+        ("head=softmax", 0.5, None, 0),
+    ],
+)
+def test_what_the_quickstart_changes_by_head_and_chunk_size(arguments, temperature, targets, prior):
+    config = resolve(tree_with({}, "quickstart", arguments))
+    assert (config.sample.temperature, config.sample.sampler) == (temperature, "pooled")
+    assert getattr(config.lm.head, "num_target_samples", None) == targets
+    assert config.lm.token_prior_weight == prior
 
 
 def test_an_autoencoder_of_another_run_is_no_stage_to_train():
