@@ -242,11 +242,13 @@ def many_characters() -> str:
     return "".join(rng.choices(words, k=20_000)) + "\n"
 
 
+@pytest.mark.parametrize("whitespace_pieces", [False, True])
 @pytest.mark.parametrize("vocab_size", [300, 512])
-def test_sentencepiece_trains_on_more_characters_than_it_has_pieces(vocab_size):
+def test_sentencepiece_trains_on_more_characters_than_it_has_pieces(vocab_size, whitespace_pieces):
     text = many_characters()
     assert len(set(text)) > vocab_size
-    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", "", vocab_size, True), [text])
+    config = TokenizerConfig("sentencepiece", "", vocab_size, whitespace_pieces)
+    tokenizer = make_tokenizer(config, [text])
     assert tokenizer.vocab_size == vocab_size
     texts = [text, *NASTY, *random_texts(20, avoid=SPACE_MARK)]
     assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
@@ -576,13 +578,16 @@ def test_missing_model_file_is_named(tmp_path, kind):
         make_tokenizer(TokenizerConfig(kind, path, 512, True), ())
 
 
+@pytest.mark.parametrize("whitespace_pieces", [False, True])
 @pytest.mark.parametrize("texts", [TEXTS, [many_characters()[:3000]]], ids=["few", "many"])
-def test_a_vocabulary_that_the_text_cannot_fill_is_refused_with_one_that_it_can(texts):
+def test_a_vocabulary_that_the_text_cannot_fill_is_refused_with_one_that_it_can(
+    texts, whitespace_pieces
+):
     with pytest.raises(UserError, match=r"tokenizer\.vocab_size=50000: .*more text") as error:
-        make_tokenizer(TokenizerConfig("sentencepiece", "", 50_000, True), texts)
+        make_tokenizer(TokenizerConfig("sentencepiece", "", 50_000, whitespace_pieces), texts)
     size = int(str(error.value).partition("--config.tokenizer.vocab_size=")[2])
-    tokenizer = make_tokenizer(TokenizerConfig("sentencepiece", "", size, True), texts)
-    assert tokenizer.vocab_size == size
+    config = TokenizerConfig("sentencepiece", "", size, whitespace_pieces)
+    assert make_tokenizer(config, texts).vocab_size == size
 
 
 @pytest.mark.parametrize("texts", [[], ["hello world"], ["\u2585" * 1000]])
