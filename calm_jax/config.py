@@ -405,16 +405,17 @@ _LOSS_KEYS = (
 # Keys of a model that change neither which parameters it has nor what they mean: a run may start from the parameters of a run with
 # other values.
 NO_PARAMETER_KEYS = COMPUTATION_KEYS + _DRAWING_KEYS + _LOSS_KEYS
-# Exceptions, which may differ in every command: the last four change how bad records are handled, how text is read, where the
-# tokenizer's file is, and how a tokenizer is trained, which a run does once.
+# Exceptions, which may differ in every command: the last three change how bad records are handled, how text is read and where the
+# tokenizer's file is.
 _FREE_KEYS = (
     *COMPUTATION_KEYS,
     *_DRAWING_KEYS,
     "data.on_bad_record",
     "data.read_threads",
     "tokenizer.path",
-    "tokenizer.whitespace_pieces",
 )
+# Only a run that trains its tokenizer reads this key.
+_TRAINED_TOKENIZER_KEY = "tokenizer.whitespace_pieces"
 
 
 def differences(ours: Mapping[str, Any], stored: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -442,8 +443,11 @@ def differing_keys(
       `(key, our value, stored value)` of each.
     """
     fixed = MODEL_KEYS + _TRAINING_KEYS if training else MODEL_KEYS
+    tokenizer = stored["tokenizer"]
+    has_trained = tokenizer["kind"] == "sentencepiece" and not tokenizer["path"]
+    free = _FREE_KEYS if has_trained else (*_FREE_KEYS, _TRAINED_TOKENIZER_KEY)
     return [
         found
         for found in differences(ours, stored)
-        if found[0].startswith(fixed) and not found[0].startswith(_FREE_KEYS)
+        if found[0].startswith(fixed) and not found[0].startswith(free)
     ]

@@ -299,12 +299,6 @@ def test_a_config_of_an_older_version_has_the_values_that_stand_for_what_it_did(
     assert config.lm.model.rms_norm_epsilon == config.lm.model.norm_epsilon == 1e-5
     assert config.lm.token_loss_weight == config.lm.token_prior_weight == 0
     assert config.tokenizer.whitespace_pieces is False
-    # A run has trained its tokenizer, or read it, so that today's recipe continues it.
-    assert not differing_keys(
-        {"tokenizer": {"whitespace_pieces": True}},
-        {"tokenizer": {"whitespace_pieces": False}},
-        True,
-    )
     # As a recipe it has the keys, so that flags can change them.
     (tmp_path / "config.json").write_text(json.dumps(older))
     tree = stored.get_config(str(tmp_path))
@@ -484,6 +478,22 @@ def test_longer_chunks_of_the_quickstart_have_a_wider_autoencoder_and_beyond_fou
         assert (config.tokenizer.vocab_size, config.lm.training.batch_size) == (vocab_size, rows)
         stage = config.autoencoder
         assert (stage.model.hidden_size, stage.optimizer.learning_rate) == (width, rate)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "path, differing", [("", ["tokenizer.whitespace_pieces"]), ("m.model", [])]
+)
+def test_only_a_run_that_trained_its_tokenizer_keeps_how(path, differing, training):
+    """Others ignore the key, and older ones, which lacked it, are continued by today's recipes."""
+    changes = {"tokenizer.path": path, "tokenizer.whitespace_pieces": False}
+    before = as_dict(resolve(tree_with(changes, "quickstart")))
+    ours = as_dict(resolve(tree_with({"tokenizer.path": path}, "quickstart")))
+    assert [key for key, *_ in differing_keys(ours, before, training)] == differing
+    older = as_dict(resolve(tree_with({}, "calm_m")))
+    del older["tokenizer"]["whitespace_pieces"]
+    ours, older = as_dict(resolve(tree_with({}, "calm_m"))), as_dict(resolve(older))
+    assert ours != older and not differing_keys(ours, older, training)
 
 
 @pytest.mark.parametrize(
