@@ -82,6 +82,10 @@ def get_config(arguments: str = "") -> ConfigDict:
         if config.chunk_size <= 2:
             # More than with the other heads, whose steps cost more.
             config.lm.training.num_steps = 2050
+        elif config.chunk_size <= 4:
+            # The target is the posterior's mean: in so many latent dimensions the posterior's noise hides what differs between chunks
+            # (docs/training.md).
+            config.lm.head.num_target_samples = 0
     if config.chunk_size > 2 or config.lm.head.name in ("diffusion", "flow"):
         # Lower temperatures take many draws. With K = 4 most chunks would still not be drawn exactly (docs/benchmarks.md), and with
         # these heads each draw takes many passes through the head.
@@ -99,13 +103,9 @@ def _set_longer_chunks(config: ConfigDict) -> None:
     stage.optimizer.learning_rate = 3e-3
     if config.chunk_size <= 4:
         stage.training.num_steps, config.lm.training.num_steps = 1250, 1850
-        if config.lm.head.name == "energy":
-            # The target is the posterior's mean: in so many latent dimensions the posterior's noise hides what differs between chunks
-            # (docs/training.md).
-            config.lm.head.num_target_samples = 0
     else:
         config.tokenizer.vocab_size = 512
-        # A quarter of the paper's, for the same reason.
+        # A quarter of the paper's latent dimensions, which have less of the posterior's noise (docs/training.md).
         stage.model.latent_size = 8 * config.chunk_size
         stage.training.num_steps, config.lm.training.num_steps = 4000, 1550
     stage = config.lm
