@@ -75,17 +75,21 @@ def get_config(arguments: str = "") -> ConfigDict:
     config = common.variant(config, arguments)
     if config.chunk_size > 2:
         _set_longer_chunks(config)
-    if config.lm.head.name == "energy":
+    head = config.lm.head
+    if head.name in ("energy", "flow"):
         # Draws between two likely chunks then decode to likely tokens, not to rare ones: the model writes more words, and has a
         # higher score. A weight of 3 would give still more words, but fewer different ones, and a lower score (docs/experiments.md).
         config.lm.token_prior_weight = 2.0
         if config.chunk_size <= 2:
             # More than with the other heads, whose steps cost more.
             config.lm.training.num_steps = 2050
-        elif config.chunk_size <= 4:
-            # The target is the posterior's mean: in so many latent dimensions the posterior's noise hides what differs between chunks
-            # (docs/training.md).
-            config.lm.head.num_target_samples = 0
+    if head.name == "energy" and config.chunk_size > 2:
+        # The target is the posterior's mean: in so many latent dimensions the posterior's noise hides what differs between chunks
+        # (docs/training.md).
+        head.num_target_samples = 0
+    if head.name == "flow":
+        # As many as the energy head's: a step then takes as long, and half as long a one of the paper's 8 teaches as much.
+        head.num_samples = 4
     if config.chunk_size > 2 or config.lm.head.name in ("diffusion", "flow"):
         # Lower temperatures take many draws. With K = 4 most chunks would still not be drawn exactly (docs/benchmarks.md), and with
         # these heads each draw takes many passes through the head.
@@ -97,18 +101,13 @@ def get_config(arguments: str = "") -> ConfigDict:
 
 
 def _set_longer_chunks(config: ConfigDict) -> None:
-    """K > 2: an autoencoder that is twice as wide, and with K > 4 fewer different tokens."""
+    """K > 2: an autoencoder that is twice as wide, and with K > 4 trained for longer."""
     stage = config.autoencoder
     stage.model.hidden_size, stage.model.intermediate_size = 256, 640
     stage.optimizer.learning_rate = 3e-3
-    if config.chunk_size <= 4:
-        stage.training.num_steps, config.lm.training.num_steps = 1250, 1850
-    else:
-        config.tokenizer.vocab_size = 512
-        # A quarter of the paper's latent dimensions, which have less of the posterior's noise (docs/training.md).
-        stage.model.latent_size = 8 * config.chunk_size
-        stage.training.num_steps, config.lm.training.num_steps = 4000, 1550
+    stage.training.num_steps = 1250 if config.chunk_size <= 4 else 2500
     stage = config.lm
+    stage.training.num_steps = 1850
     stage.optimizer.learning_rate = 6e-4
     stage.optimizer.warmup_steps = 300
     stage.training.batch_size = 2
