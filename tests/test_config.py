@@ -502,7 +502,7 @@ def test_only_a_run_that_trained_its_tokenizer_keeps_how(path, differing, traini
         ("k=1", 0.5, 16, 2),
         ("k=4", 1, 0, 2),
         ("k=8", 1, 0, 2),
-        ("head=flow", 1, None, 2),
+        ("head=flow", 0.5, None, 2),
         ("head=diffusion,k=4", 1, None, 0),
         ("head=softmax", 0.5, None, 0),
     ],
