@@ -35,7 +35,7 @@ def ignore_the_next() -> None:
 def interrupted(name: str) -> Interrupted:
     """The error for a signal outside training's steps. `name`: such as "SIGTERM"."""
     return Interrupted(
-        f"{name}: complete files and checkpoints are kept; give the same command again"
+        f"{name}: what is complete is kept; give the same command again"
     )
 
 

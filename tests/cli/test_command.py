@@ -191,7 +191,7 @@ def test_an_error_that_follows_a_signal_is_the_signals_end():
     )
     assert done.returncode == 75
     assert done.stderr == (
-        "interrupted: SIGTERM: complete files and checkpoints are kept; give the same command again\n"
+        "interrupted: SIGTERM: what is complete is kept; give the same command again\n"
     )
 
 
