@@ -93,7 +93,7 @@ def _compiled_programs_of_one_file():
     jax.clear_caches()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def golden() -> pathlib.Path:
     """The folder of the numbers recorded from the published code."""
     return GOLDEN
