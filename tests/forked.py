@@ -56,6 +56,10 @@ class Started:
             raise TimeoutError
         return self._process.exitcode
 
+    def poll(self) -> int | None:
+        """The exit status; None as long as the process runs."""
+        return self._process.exitcode
+
     def kill(self) -> None:
         self._process.kill()
 

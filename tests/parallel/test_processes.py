@@ -117,10 +117,10 @@ def test_one_process_holds_all_rows_of_a_batch():
 
 
 class Several:
-    """A command in `number` processes, whose output goes to files: `python -m ARGS`, or `python -c PROGRAM ARGS` of a `program`.
+    """A command in `number` processes, whose output goes to files: `python -m ARGS`, or Python text `program` with these arguments.
 
     cwd: the working folder of the process of an index. own: flags for the process of an index. fresh: processes of their own, for
-      tests that send signals or wait for a line; others are forked where the package is imported already.
+      tests of signals that are handled; others are forked where the package is imported already.
     """
 
     def __init__(
@@ -139,15 +139,17 @@ class Several:
         self.processes = []
         for index, file in enumerate(self._files):
             flags = [f"--coordinator=localhost:{port}", f"--num_processes={number}"]
-            command = (*args, *own(index), *flags, f"--process_id={index}")
-            if not program and not fresh:
+            module = ("tests.program_text", program) if program else ()
+            command = (*module, *args, *own(index), *flags, f"--process_id={index}")
+            if not fresh:
+                # It is read before the process has begun.
+                file.touch()
                 self.processes.append(forked.Started(command, file, file, cwd(index)))
                 continue
-            begin = ["-c", program] if program else ["-m"]
             with open(file, "w", encoding="utf-8") as output:
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, *begin, *command],
+                        [sys.executable, "-m", *command],
                         stdout=output,
                         stderr=subprocess.STDOUT,
                         cwd=cwd(index),
@@ -330,7 +332,6 @@ def test_when_a_process_is_killed_the_other_ends_and_its_checkpoint_restores(
         "--config.autoencoder.training.num_steps=100000",
         # Never, as every process would compile it anew.
         "--config.autoencoder.training.eval_every=100000",
-        fresh=True,
     )
     # The save of step 10 has waited for that of step 5.
     both.wait_for("autoencoder: step 12/")
