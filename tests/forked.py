@@ -1,7 +1,7 @@
 """`python -m MODULE` in a process that is forked where JAX and the package are imported already, which saves two seconds a command.
 
 A command runs from its `__main__` to its exit status as in a process of its own. Real ones are started for text preparation, which
-imports no JAX, for programs that are text of a test, and wherever a test sends signals.
+imports no JAX, for programs of a test that look at a fresh process, and wherever a process has to handle a signal.
 """
 
 import atexit

@@ -120,7 +120,7 @@ class Several:
     """A command in `number` processes, whose output goes to files: `python -m ARGS`, or Python text `program` with these arguments.
 
     cwd: the working folder of the process of an index. own: flags for the process of an index. fresh: processes of their own, for
-      tests of signals that are handled; others are forked where the package is imported already.
+      tests whose processes handle a signal; others are forked where the package is imported already.
     """
 
     def __init__(
