@@ -24,8 +24,6 @@ from tests.interop.conversions import random_workdir
 @pytest.mark.parametrize(
     ("arguments", "changes", "key"),
     [
-        ("head=flow", {"lm__head__num_steps": 20}, "lm.head.num_steps=20"),
-        ("head=flow", {"lm__head__solver": "euler"}, "lm.head.solver='euler'"),
         ("head=diffusion", {"lm__head__num_steps": 50}, "lm.head.num_steps=50"),
         ("head=energy", {"lm__model__norm_epsilon": 1e-5}, "lm.model.norm_epsilon=1e-05"),
     ],
