@@ -78,10 +78,11 @@ def get_config(arguments: str = "") -> ConfigDict:
     head = config.lm.head
     if head.name in ("energy", "flow"):
         # Draws between two likely chunks then decode to likely tokens, not to rare ones: the model writes more words, and has a
-        # higher score. A weight of 3 would give still more words, but fewer different ones, and a lower score (docs/experiments.md).
+        # higher score. With the energy head a weight of 3 would give still more words, but fewer different ones, and a lower score
+        # (docs/experiments.md).
         config.lm.token_prior_weight = 2.0
         if config.chunk_size <= 2:
-            # More than with the other heads, whose steps cost more.
+            # More than with the diffusion head, whose steps cost more, and than the baseline.
             config.lm.training.num_steps = 2050
     if head.name == "energy" and config.chunk_size > 2:
         # The target is the posterior's mean: in so many latent dimensions the posterior's noise hides what differs between chunks
@@ -102,7 +103,8 @@ def get_config(arguments: str = "") -> ConfigDict:
 
 
 def _set_longer_chunks(config: ConfigDict) -> None:
-    """K > 2: an autoencoder that is twice as wide, and with K > 4 trained for longer."""
+    """K > 2: an autoencoder that is twice as wide and trained for longer, with K > 4 for twice as long again; stage 2 has two blocks a
+    step, a lower rate and a longer warm-up."""
     stage = config.autoencoder
     stage.model.hidden_size, stage.model.intermediate_size = 256, 640
     stage.optimizer.learning_rate = 3e-3

@@ -466,16 +466,17 @@ def test_the_softmax_head_makes_a_recipe_its_autoregressive_baseline(name):
 
 
 def test_longer_chunks_of_the_quickstart_have_a_wider_autoencoder():
-    """An autoencoder as narrow as that of K = 2 reconstructs too few tokens for K = 8, and the language model is not trained."""
-    for arguments, vocab_size, rows, width, rate in (
-        ("", 4096, 1, 128, 4e-3),
-        ("head=softmax", 4096, 1, 128, 4e-3),
-        ("k=4", 4096, 2, 256, 3e-3),
-        ("head=flow,k=8", 4096, 2, 256, 3e-3),
+    """With K > 2 the autoencoder is twice as wide, and a step of the language model has two blocks."""
+    for arguments, rows, width, rate, steps in (
+        ("", 1, 128, 4e-3, 1000),
+        ("head=softmax", 1, 128, 4e-3, 1000),
+        ("k=4", 2, 256, 3e-3, 1250),
+        ("head=flow,k=8", 2, 256, 3e-3, 2500),
     ):
         config = resolve(tree_with({}, "quickstart", arguments))
-        assert (config.tokenizer.vocab_size, config.lm.training.batch_size) == (vocab_size, rows)
+        assert (config.tokenizer.vocab_size, config.lm.training.batch_size) == (4096, rows)
         stage = config.autoencoder
+        assert stage.training.num_steps == steps
         assert (stage.model.hidden_size, stage.optimizer.learning_rate) == (width, rate)
 
 
@@ -503,6 +504,7 @@ def test_only_a_run_that_trained_its_tokenizer_keeps_how(path, differing, traini
         ("k=4", 1, 0, 2),
         ("k=8", 1, 0, 2),
         ("head=flow", 0.5, None, 2),
+        ("head=flow,k=4", 1, None, 2),
         ("head=diffusion,k=4", 1, None, 0),
         ("head=softmax", 0.5, None, 0),
     ],
@@ -512,6 +514,8 @@ def test_what_the_quickstart_changes_by_head_and_chunk_size(arguments, temperatu
     assert (config.sample.temperature, config.sample.sampler) == (temperature, "pooled")
     assert getattr(config.lm.head, "num_target_samples", None) == targets
     assert config.lm.token_prior_weight == prior
+    if config.lm.head.name == "flow":
+        assert (config.lm.head.num_samples, config.lm.head.num_steps) == (4, 2)
 
 
 def test_an_autoencoder_of_another_run_is_no_stage_to_train():

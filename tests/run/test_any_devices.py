@@ -8,7 +8,7 @@ import pytest
 
 from calm_jax.parallel.mesh import MeshConfig, adapted
 from tests.simulated_devices import on, run_program
-from tests.workdirs import evaluate, metrics, run
+from tests.workdirs import metrics, run
 
 PROMPT = "def value("
 SPLIT = """
@@ -32,10 +32,10 @@ def train(number: int, text_glob: str, workdir: pathlib.Path, *options: str) -> 
     return run("calm_jax.main", *arguments, xla_flags=on(number))
 
 
-def score(number: int, workdir: pathlib.Path) -> dict:
+def score(number: int, workdir: pathlib.Path, *flags: str) -> dict:
     """The scores of --mode=eval on so many devices."""
     stored = f"--config=configs/workdir.py:{workdir}"
-    run("calm_jax.main", "--mode=eval", stored, xla_flags=on(number))
+    run("calm_jax.main", "--mode=eval", stored, *flags, xla_flags=on(number))
     return json.loads((workdir / "evaluations.jsonl").read_text().splitlines()[-1])
 
 
@@ -60,7 +60,7 @@ def runs(text_glob, tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
 
 @pytest.fixture(scope="module")
 def scored(runs) -> dict:
-    """The scores of the run of several devices on one device, by the command alone."""
+    """The scores of the run of several devices on one device, without further flags."""
     return score(1, runs[1])
 
 
@@ -98,7 +98,7 @@ def test_a_model_is_scored_without_its_token_prior(runs, scored):
     """The record says what differs from the run's config."""
     _, workdir = runs
     stored = (workdir / "config.json").read_bytes()
-    without = evaluate(workdir, "--config.lm.token_prior_weight=0.0")
+    without = score(1, workdir, "--config.lm.token_prior_weight=0.0")
     assert scored["changed"] == {}
     assert without["changed"] == {"lm.token_prior_weight": 0.0}
     assert without["lm"]["loss"] == scored["lm"]["loss"]
