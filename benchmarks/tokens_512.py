@@ -33,7 +33,7 @@ def get_config(arguments: str = "k=4") -> ConfigDict:
     stage.token_prior_weight = 0.0
     if stage.head.name == "energy":
         stage.head.num_target_samples = 0
-    if stage.head.name == "flow":
+    elif stage.head.name == "flow":
         stage.head.num_samples, stage.head.num_steps = 8, 10
     stage.optimizer.learning_rate = 6e-4
     stage.optimizer.warmup_steps = 50

@@ -93,8 +93,8 @@ def assert_same_bits(ours: pathlib.Path, theirs: pathlib.Path, stages=STAGES) ->
         )
 
 
-def evaluate(workdir: pathlib.Path, *options: str) -> dict:
-    """Runs --mode=eval on a workdir and returns the record that it appended to evaluations.jsonl."""
+def evaluate(workdir: pathlib.Path, *options: str, xla_flags: str | None = None) -> dict:
+    """Runs --mode=eval on a workdir and returns the record that it appended to evaluations.jsonl. xla_flags: as of `run`."""
     stored = f"--config=configs/workdir.py:{workdir}"
-    assert "BrierLM" in run("calm_jax.main", "--mode=eval", stored, *options)
+    assert "BrierLM" in run("calm_jax.main", "--mode=eval", stored, *options, xla_flags=xla_flags)
     return json.loads((workdir / "evaluations.jsonl").read_text().splitlines()[-1])

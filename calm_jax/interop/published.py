@@ -313,10 +313,11 @@ def not_carried_over(config: Config) -> list[str]:
             f"lm.head.num_target_samples={lm.head.num_target_samples}: the published code trains with {_NUM_TARGET_SAMPLES}"
         )
     if isinstance(lm.head, FlowHeadConfig):
-        ours, published = (lm.head.solver, lm.head.num_steps), (_FLOW_SOLVER, _FLOW_STEPS)
-        if ours != published:
+        solver, num_steps = lm.head.solver, lm.head.num_steps
+        if (solver, num_steps) != (_FLOW_SOLVER, _FLOW_STEPS):
             notes.append(
-                f"lm.head.solver={ours[0]!r} and lm.head.num_steps={ours[1]}: the published code draws by {published[0]!r} in {published[1]} steps"
+                f"lm.head.solver={solver!r} and lm.head.num_steps={num_steps}: the published code draws by {_FLOW_SOLVER!r} in "
+                f"{_FLOW_STEPS} steps"
             )
     if lm.token_loss_weight:
         notes.append(

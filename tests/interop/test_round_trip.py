@@ -100,6 +100,7 @@ VARIANTS = {
     "head=diffusion,k=2": {"autoencoder__model__num_encoder_layers": 4},
     "head=flow,k=8": {
         "lm__head__num_steps": 2,
+        "lm__head__solver": "euler",
         "lm__model__rms_norm_epsilon": 1e-4,
         "lm__model__num_heads": 4,
         "lm__model__num_layers": 3,
@@ -120,14 +121,15 @@ def test_an_exported_model_is_converted_back_bit_for_bit(arguments, converted, t
     if not config.has_autoencoder:
         assert again.config.lm.head == config.lm.head
         return
-    # The published config.json lacks the number of target samples of the energy score, and the steps of the flow's solver.
+    # The published config.json lacks the number of target samples of the energy score, and the flow's solver with its steps.
     head = again.config.lm.head
     if config.lm.head.name == "energy":
         assert "num_target_samples=4" in published.not_carried_over(config)[0]
         head = dataclasses.replace(head, num_target_samples=4)
     if config.lm.head.name == "flow":
-        assert "num_steps=2" in published.not_carried_over(config)[0]
-        head = dataclasses.replace(head, num_steps=2)
+        note = published.not_carried_over(config)[0]
+        assert "lm.head.solver='euler'" in note and "lm.head.num_steps=2" in note
+        head = dataclasses.replace(head, num_steps=2, solver="euler")
     assert head == config.lm.head
     own = tmp_path / "out" / "autoencoder"
     alone = converted(own, name="alone", tokenizer="bytes")

@@ -8,7 +8,7 @@ import pytest
 
 from calm_jax.parallel.mesh import MeshConfig, adapted
 from tests.simulated_devices import on, run_program
-from tests.workdirs import metrics, run
+from tests.workdirs import evaluate, metrics, run
 
 PROMPT = "def value("
 SPLIT = """
@@ -30,13 +30,6 @@ def train(number: int, text_glob: str, workdir: pathlib.Path, *options: str) -> 
     constant = [f"--config.{name}.optimizer.schedule=constant" for name in ("autoencoder", "lm")]
     arguments = [recipe, f"--workdir={workdir}", *constant, *options]
     return run("calm_jax.main", *arguments, xla_flags=on(number))
-
-
-def score(number: int, workdir: pathlib.Path, *flags: str) -> dict:
-    """The scores of --mode=eval on so many devices."""
-    stored = f"--config=configs/workdir.py:{workdir}"
-    run("calm_jax.main", "--mode=eval", stored, *flags, xla_flags=on(number))
-    return json.loads((workdir / "evaluations.jsonl").read_text().splitlines()[-1])
 
 
 def numbers(tree: dict) -> dict[str, float]:
@@ -61,7 +54,7 @@ def runs(text_glob, tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
 @pytest.fixture(scope="module")
 def scored(runs) -> dict:
     """The scores of the run of several devices on one device, without further flags."""
-    return score(1, runs[1])
+    return evaluate(runs[1], xla_flags=on(1))
 
 
 @pytest.mark.slow
@@ -84,7 +77,7 @@ def test_scores_do_not_depend_on_the_devices(runs, scored, number):
     """The stored mesh is fsdp=2, and eval.batch_size=8 does not divide over 32 devices."""
     _, workdir = runs
     trained = json.loads((workdir / "results.json").read_text())
-    found = scored if number == 1 else score(number, workdir)
+    found = scored if number == 1 else evaluate(workdir, xla_flags=on(number))
     for name in ("autoencoder", "lm"):
         ours, theirs = numbers(trained[name]), numbers(found[name])
         common = ours.keys() & theirs.keys() - {"training_seconds"}
@@ -98,7 +91,7 @@ def test_a_model_is_scored_without_its_token_prior(runs, scored):
     """The record says what differs from the run's config."""
     _, workdir = runs
     stored = (workdir / "config.json").read_bytes()
-    without = score(1, workdir, "--config.lm.token_prior_weight=0.0")
+    without = evaluate(workdir, "--config.lm.token_prior_weight=0.0", xla_flags=on(1))
     assert scored["changed"] == {}
     assert without["changed"] == {"lm.token_prior_weight": 0.0}
     assert without["lm"]["loss"] == scored["lm"]["loss"]
