@@ -20,7 +20,7 @@ from calm_jax.models import vocabulary
 from calm_jax.models.layers import SwiGLU, linear, linear_in_float32, look_up, normal_init
 from calm_jax.models.stack import Stacks, scanned
 from calm_jax.parallel.constraints import constrain
-from calm_jax.parallel.loops import unrolled_in_training
+from calm_jax.parallel.loops import unrolled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +80,7 @@ class ResidualMLP(nn.Module):
 
 
 def _stack(parent: "Autoencoder", num_layers: int) -> nn.Module:
-    unroll = unrolled_in_training(num_layers)
-    loop = scanned(parent, ResidualMLP, num_layers, (nn.broadcast,), unroll)
+    loop = scanned(parent, ResidualMLP, num_layers, (nn.broadcast,), unrolled(num_layers))
     return loop(parent.config, parent.dtype)
 
 

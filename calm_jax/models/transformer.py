@@ -17,7 +17,7 @@ from calm_jax.models.layers import Rotation, SwiGLU, linear, rotate, rotation_at
 from calm_jax.models.stack import stack
 from calm_jax.parallel.constraints import constrain
 from calm_jax.parallel.devices import target_device
-from calm_jax.parallel.loops import unrolled, unrolled_in_training
+from calm_jax.parallel.loops import unrolled
 from calm_jax.parallel.products import PRODUCT
 
 # For each `lm.model.remat`, the policy that says which values of a layer are kept for the backward pass; None keeps all.
@@ -162,13 +162,12 @@ class Transformer(nn.Module):
         position_BL = first_B[:, None] + jnp.arange(num_new)
         factors = rotation_at(position_BL, config.head_size, config.rope_theta)
         read: Memory | UnslicedLayer | None = None if memory is None else memory.for_layers()
-        unroll = 1
-        if not isinstance(memory, KVCache | Fork):
-            unroll = unrolled_in_training(config.num_layers)
-        elif isinstance(memory, KVCache) and num_new == 1:
-            unroll = unrolled(config.num_layers)
-            if memory.key.size and target_device().platform == "cpu":
-                read = UnslicedLayer(memory, jnp.arange(config.num_layers))
+        unroll = unrolled(config.num_layers)
+        if isinstance(memory, Fork) or (isinstance(memory, KVCache) and num_new > 1):
+            # Prompts and forks keep nothing for a backward pass, and read each kernel for many rows: a loop compiles faster.
+            unroll = 1
+        elif isinstance(memory, KVCache) and memory.key.size and target_device().platform == "cpu":
+            read = UnslicedLayer(memory, jnp.arange(config.num_layers))
         kept = _REMAT_POLICIES[config.remat]
         block = Block if kept is None else nn.remat(Block, prevent_cse=unroll > 1, policy=kept)
         in_axes = _per_layer(read), nn.broadcast

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from calm_jax.parallel.devices import GPUS, target_device
+from calm_jax.parallel.devices import target_device
 
 
 def map_positions(function: Callable[[Any], Any], most: int, tree: Any) -> Any:
@@ -32,20 +32,14 @@ def map_positions(function: Callable[[Any], Any], most: int, tree: Any) -> Any:
 
 
 def unrolled(length: int) -> int:
-    """The `unroll` of a scan over `length` layers with stacked kernels, where products have few rows.
+    """The `unroll` of a scan over `length` layers with stacked kernels.
 
-    On CPUs and GPUs the scan is unrolled completely: a loop over layers would copy each kernel out of its stack for each chunk. With
-    unrolled layers CPUs copy each kernel once, before the loop over chunks, but GPUs mostly once for each chunk. Generation therefore
-    stores each layer's parameters separately (`calm_jax.models.stack.for_generation`). TPUs do not copy kernels, and need no unrolling.
+    On CPUs and GPUs the scan is unrolled completely. In training, a loop would copy what each layer keeps for the backward pass into
+    stacks, which it fills with zeros first, and copy it out again: on GPUs a third of the bytes that a step of CALM-M moves.
+    In generation, a loop over layers would copy each kernel out of its stack for each chunk. With unrolled layers CPUs copy each
+    kernel once, before the loop over chunks, but GPUs mostly once for each chunk; generation therefore stores each layer's
+    parameters separately (`calm_jax.models.stack.for_generation`).
+
+    On TPUs layers stay a loop, which compiles faster: they do not copy kernels.
     """
     return 1 if target_device().platform == "tpu" else length
-
-
-def unrolled_in_training(length: int) -> int:
-    """The `unroll` of a scan over `length` layers that read whole blocks of text, in training above all.
-
-    On GPUs the scan is unrolled completely. A loop would copy what each layer keeps for the backward pass into stacks, which it
-    fills with zeros first, and copy it out again: a third of the bytes that a step of CALM-M moves. On TPUs and CPUs
-    the layers stay a loop, which compiles faster.
-    """
-    return length if target_device().platform in GPUS else 1

@@ -17,6 +17,11 @@ from calm_jax.parallel.constraints import laid_out
 from calm_jax.parallel.mesh import BATCH, check_batch, sharded_shapes, shardings, with_layout
 from calm_jax.tasks import Batch, Metrics, Params, Task
 
+# XLA's CPU backend (as of jaxlib 0.12) removes optimization barriers before it joins equal operations. That joins what
+# rematerialisation computes again with what was computed before, so that everything is kept. Without the pass that removes
+# them, barriers stay.
+_CPU_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
@@ -274,4 +279,10 @@ def init_state(
 
 def jit_step(step: Step, state: TrainState, mesh: Mesh) -> Any:
     """Jits a step; the memory of the state, which has the shapes of `state`, is reused for the new state."""
-    return jax.jit(step, donate_argnums=0, out_shardings=shardings(state, mesh))
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=shardings(state, mesh),
+        compiler_options=_CPU_OPTIONS if on_cpu else None,
+    )

@@ -24,7 +24,6 @@ from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM, TokenPredictor
 from calm_jax.models.heads import energy
 from calm_jax.models.heads.energy import EnergyHead, EnergyHeadConfig
-from calm_jax.parallel import products
 from calm_jax.sampling import temperature
 from calm_jax.sampling.config import SamplerConfig
 from calm_jax.sampling.counting import count_draws
@@ -196,25 +195,22 @@ def test_remat_changes_neither_loss_nor_gradient(remat, attention):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_layers_one_after_the_other_train_like_a_loop_over_them(remat, monkeypatch):
-    """As on GPUs; the head's blocks, too."""
-    monkeypatch.setattr(products, "_FEW_ROWS", 0)
-    in_a_loop, params = gradient_of(remat)
-    expected = in_a_loop(params)
-    for module in (energy, transformer):
-        monkeypatch.setattr(module, "unrolled_in_training", lambda length: length)
-    unrolled, _ = gradient_of(remat)
-    loops, fewer = (
-        of.lower(params).as_text().count("stablehlo.while") for of in (in_a_loop, unrolled)
-    )
-    # Backbone and head have two each, forward and backward.
-    assert loops - fewer == 4
+    """CPUs and GPUs have them one after the other, TPUs in a loop; the head's blocks, too."""
+    unrolled, params = gradient_of(remat)
+    expected = unrolled(params)
+    fewer = unrolled.lower(params).as_text().count("stablehlo.while")
     # A barrier for each layer keeps the compiler from joining what is recomputed with what was computed before.
     barriers = {
         kept: gradient_of(kept)[0].lower(params).as_text().count("optimization_barrier")
         for kept in ("none", "full")
     }
     assert barriers["full"] >= barriers["none"] + BODY.num_layers
-    jax.tree.map(assert_close, unrolled(params), expected)
+    for module in (energy, transformer):
+        monkeypatch.setattr(module, "unrolled", lambda length: 1)
+    in_a_loop, _ = gradient_of(remat)
+    # Backbone and head have two each, forward and backward.
+    assert in_a_loop.lower(params).as_text().count("stablehlo.while") - fewer == 4
+    jax.tree.map(assert_close, in_a_loop(params), expected)
 
 
 def test_both_ways_to_gate_halves_have_the_same_value_and_gradient():

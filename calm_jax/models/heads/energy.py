@@ -28,8 +28,8 @@ from calm_jax.models.layers import (
 )
 from calm_jax.models.stack import Stacks, keeping_products, stack
 from calm_jax.parallel.constraints import constrain, gathered_kernel
-from calm_jax.parallel.loops import unrolled, unrolled_in_training
-from calm_jax.parallel.products import has_few_rows, matrix_product
+from calm_jax.parallel.loops import unrolled
+from calm_jax.parallel.products import matrix_product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +119,7 @@ class EnergyHead(nn.Module):
             condition_PD = layer_norm(epsilon, dtype, "hidden_norm")(
                 linear(width, dtype, "hidden")(h_PD)
             )
-            unroll = (unrolled if has_few_rows(x_PND) else unrolled_in_training)(
-                self.config.num_blocks
-            )
+            unroll = unrolled(self.config.num_blocks)
             blocks = stack(
                 self,
                 keeping_products(NoiseBlock, unroll),
