@@ -22,7 +22,7 @@ from absl import app, flags
 
 from calm_jax.cli import progress
 from calm_jax.cli.files import local_path, read_text
-from calm_jax.cli.flags import given_folder, parse_flags
+from calm_jax.cli.flags import define_fraction, given_folder, parse_flags
 from calm_jax.cli.output import new_file, owned_output, write_result
 from calm_jax.errors import UserError
 from calm_jax.parallel import startup
@@ -48,10 +48,10 @@ _OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace the file of --output
 _SEED = flags.DEFINE_integer("seed", 0, "seed of all random numbers, in [0, 2**32)")
 # Each overrides the key of its name in the config's section `sample`.
 _OPTIONS = (
-    flags.DEFINE_float(
+    define_fraction(
         "temperature",
         None,
-        "in (0, 1] for CALM; at least 0 for the autoregressive baseline, where 0 means greedy decoding",
+        "in (0, 1] for CALM, such as 0.5 or 1/3; at least 0 for the autoregressive baseline, where 0 means greedy decoding",
     ),
     flags.DEFINE_string(
         "sampler",

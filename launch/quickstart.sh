@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains the quickstart recipe on this machine: makes a virtual environment, installs calm_jax in it, and runs both stages.
 #
-#   launch/quickstart.sh [--workdir=runs/quickstart] [--config.KEY=VALUE ...] [--dry_run]
+#   launch/quickstart.sh [--config=configs/quickstart.py:head=flow] [--workdir=DIR] [--config.KEY=VALUE ...] [--dry_run]
 #
 # All flags but --dry_run are those of python -m calm_jax.main. The environment is .venv in the checkout; it is made and filled
 # when it is missing, or older than requirements.txt, constraints.txt or pyproject.toml. Given again, the command continues an
@@ -16,7 +16,11 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-take_flags --config=configs/quickstart.py "$@"
+recipe=configs/quickstart.py
+for flag in "$@"; do
+    [[ $flag != --config=* ]] || recipe=""
+done
+take_flags ${recipe:+"--config=$recipe"} "$@"
 
 # Sets `python` to an interpreter that calm_jax supports and that can make an environment.
 find_python() {
@@ -38,6 +42,7 @@ for file in requirements.txt constraints.txt pyproject.toml; do
 done
 if ((!is_current)); then
     find_python
+    ((dry_run)) || echo "installing calm_jax into .venv, which takes a minute or two" >&2
     run "$python" -m venv .venv
     run .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
     run touch "$installed"

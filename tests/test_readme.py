@@ -91,7 +91,7 @@ def defined_flags(module: str) -> set[str]:
     names = {
         call.args[0].value
         for call in calls
-        if isinstance(call.func, ast.Attribute) and call.func.attr.startswith("DEFINE_")
+        if ast.unparse(call.func).startswith(("flags.DEFINE_", "define_fraction"))
     }
     return names | ({"config"} if "define_recipe(" in source else set())
 
@@ -142,6 +142,7 @@ if [[ $2 == calm_jax.main ]]; then exit "${RUN:-0}"; fi
 VENV = "-m venv .venv"
 INSTALL = "-m pip install --quiet --disable-pip-version-check -c constraints.txt -e ."
 TRAIN = "-m calm_jax.main --config=configs/quickstart.py"
+INSTALLING = "installing calm_jax into .venv, which takes a minute or two\n"
 
 
 @pytest.fixture
@@ -181,17 +182,22 @@ def call(checkout: pathlib.Path, *flags: str, **environment: str) -> tuple[int, 
 
 
 def test_the_quickstart_installs_once_and_runs_each_time(checkout):
-    assert call(checkout) == (0, "", [VENV, INSTALL, TRAIN])
+    assert call(checkout) == (0, INSTALLING, [VENV, INSTALL, TRAIN])
     flag = "--config.data.train_files=/a b"
     assert call(checkout, flag) == (0, "", [f"{TRAIN} {flag}"])
     (checkout / "constraints.txt").touch()
     os.utime(checkout / "constraints.txt", (4e9, 4e9))
-    assert call(checkout) == (0, "", [VENV, INSTALL, TRAIN])
+    assert call(checkout) == (0, INSTALLING, [VENV, INSTALL, TRAIN])
+
+
+def test_the_quickstart_takes_another_recipe_in_the_place_of_its_own(checkout):
+    other = "--config=configs/quickstart.py:head=flow"
+    assert call(checkout, other)[2][-1] == f"-m calm_jax.main {other}"
 
 
 def test_the_quickstart_repeats_an_installation_that_failed(checkout):
-    assert call(checkout, PIP="1") == (1, "", [VENV, INSTALL])
-    assert call(checkout) == (0, "", [VENV, INSTALL, TRAIN])
+    assert call(checkout, PIP="1") == (1, INSTALLING, [VENV, INSTALL])
+    assert call(checkout) == (0, INSTALLING, [VENV, INSTALL, TRAIN])
 
 
 def test_the_quickstart_ends_as_the_run_does(checkout):

@@ -52,6 +52,22 @@ def _one_line_errors() -> Iterator[None]:
     sys.exit(2)
 
 
+class FractionParser(flags.FloatParser):
+    """A number, or a fraction such as 1/3."""
+
+    def convert(self, argument: str | float) -> float:
+        parts = [super(FractionParser, self).convert(part) for part in str(argument).split("/")]
+        if len(parts) > 2 or (len(parts) == 2 and parts[1] == 0):
+            raise ValueError("is no number, such as 0.5, and no fraction, such as 1/3")
+        return parts[0] if len(parts) == 1 else parts[0] / parts[1]
+
+
+def define_fraction(name: str, default: float | None, help_text: str) -> flags.FlagHolder:
+    """Defines a flag whose value is a number or a fraction, such as 0.5 or 1/3."""
+    parser = FractionParser()
+    return flags.DEFINE(parser, name, default, help_text, serializer=flags.ArgumentSerializer())
+
+
 @_one_line_errors()
 def parse_flags_and_arguments(argv: list[str]) -> list[str]:
     """Parses the flags of a command that takes other arguments, too; returns its name and these arguments."""

@@ -36,7 +36,8 @@ def main(argv: list[str]) -> None:
     ae_path = _AE_PATH.value or str(target / AUTOENCODER_FOLDER)
     began = time.monotonic()
     num_parameters = export(workdir, target, ae_path)
-    for note in not_carried_over(workdir.config):
+    notes = ["the run has no language model: the autoencoder alone was written"]
+    for note in not_carried_over(workdir.config) if workdir.has_lm else notes:
         print(f"note: {note}")
     print(f"{target} is ready: {num_parameters:,} parameters in {time.monotonic() - began:.1f} s")
 

@@ -60,9 +60,7 @@ def _write(folder: pathlib.Path, values: dict[str, Any], tensors: dict[str, np.n
 
 def _write_tokenizer(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
     if isinstance(tokenizer, ByteTokenizer):
-        print(
-            f"note: {folder}: the byte tokenizer has no file; convert takes it as --tokenizer=bytes"
-        )
+        print("note: the byte tokenizer has no file; convert takes it as --tokenizer=bytes")
         return
     may_be_json = isinstance(tokenizer, Llama3Tokenizer | HuggingFaceTokenizer)
     name = "tokenizer.json" if may_be_json and is_json(tokenizer.model) else "tokenizer.model"

@@ -3,8 +3,11 @@
 import io
 import json
 import math
+import os
 import pathlib
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
@@ -146,13 +149,25 @@ def print_results(
         block = config.lm.data.block_tokens
         # A text of the usual length would be refused.
         shorter = f" --max_tokens={block // 2}" if config.sample.max_tokens >= block else ""
-        print(f"next:\n  python -m calm_jax.generate --workdir={path} --prompt=TEXT{shorter}")
+        print("next:")
+        print(f"  {_python()} -m calm_jax.generate --workdir={path} --prompt=TEXT{shorter}")
         if not workdir.is_converted and not are_evaluated:
-            print(f"  python -m calm_jax.main --mode=eval --config=configs/workdir.py:{path}")
+            print(f"  {_python()} -m calm_jax.main --mode=eval --config=configs/workdir.py:{path}")
     elif "autoencoder" in results and not workdir.is_converted:
+        print("next:")
         print(
-            f"next:\n  python -m calm_jax.main --config=configs/workdir.py:{path} --config.stage=lm"
+            f"  {_python()} -m calm_jax.main --config=configs/workdir.py:{path} --config.stage=lm"
         )
+
+
+def _python() -> str:
+    """This process's Python as a shell finds it: `python` in an environment that is active, otherwise its path."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    here = pathlib.Path(sys.executable)
+    return shlex.quote(
+        os.path.relpath(here) if here.is_relative_to(pathlib.Path.cwd()) else str(here)
+    )
 
 
 def append(workdir: Workdir, record: Mapping) -> None:

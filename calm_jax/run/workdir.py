@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -403,7 +404,21 @@ class Workdir:
         )
 
     def load_params(self, stage: str, task: AutoencoderTask | LmTask, mesh: Mesh) -> Params:
-        """The latest parameters of a stage, sharded over the mesh. Raises `UserError` if there is no checkpoint."""
+        """The latest parameters of a stage, sharded over the mesh. Raises `UserError` if there is no checkpoint.
+
+        Warns of a training that has not ended.
+        """
+        step = checkpoint_files.latest_step(self.checkpoints(stage))
+        num_steps = getattr(self.config, stage).training.num_steps
+        # Parameters that were not trained here are those of step 0.
+        if step and step < num_steps:
+            logging.getLogger(__name__).warning(
+                "%s: stage %s is at step %d of %d, its training has not ended",
+                self.path,
+                stage,
+                step,
+                num_steps,
+            )
         return _load(self.checkpoints(stage), task, mesh)
 
     def load_initial(self, stage: str, task: AutoencoderTask | LmTask, mesh: Mesh) -> Params:

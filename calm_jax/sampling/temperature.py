@@ -23,7 +23,8 @@ def check_temperature(temperature: float) -> None:
     """Raises `UserError` unless 0 < temperature <= 1."""
     if not 0 < temperature <= 1:
         raise UserError(
-            f"temperature={shown(temperature)} must be in (0, 1]: draws can be sharpened, not flattened"
+            f"temperature={shown(temperature)} must be in (0, 1]: draws can be sharpened, but neither flattened nor taken "
+            "greedily"
         )
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from calm_jax.cli import signals
 from calm_jax.cli.files import atomic_folder, nan_to_none
+from calm_jax.cli.flags import FractionParser
 from calm_jax.errors import Interrupted, UserError
 from calm_jax.parallel.signals import EndTogetherOnSignal
 from tests.workdirs import ROOT, run
@@ -24,12 +25,18 @@ FULL_DISK = "error: No space left on device, for the output or a file: make room
     [
         ("--seed=abc", "seed"),
         ("--temperature=warm", "temperature"),
+        ("--temperature=1/0", "--temperature=1/0: is no number, such as 0.5, and no fraction"),
         ("--max_tokens", "max_tokens"),
         ("--promt=x", "promt"),
     ],
 )
 def test_a_bad_flag_is_refused_in_one_line(flag, words):
     assert words in run("calm_jax.generate", flag, status=2)
+
+
+@pytest.mark.parametrize(("given", "value"), [("0.5", 0.5), ("1/3", 1 / 3), ("1", 1.0)])
+def test_a_fraction_is_a_number(given, value):
+    assert FractionParser().parse(given) == value
 
 
 @pytest.mark.parametrize("flag", ["--help", "--helpfull"])
@@ -191,7 +198,7 @@ def test_an_error_that_follows_a_signal_is_the_signals_end():
     )
     assert done.returncode == 75
     assert done.stderr == (
-        "interrupted: SIGTERM: what is complete is kept; give the same command again\n"
+        "interrupted: SIGTERM: no file is left half-written; give the same command again\n"
     )
 
 

@@ -18,6 +18,7 @@ from calm_jax.run.workdir import Workdir
 from tests.data.test_tokenizers import tiny_json, tiny_ranks, trained_json, trained_model
 from tests.interop.checkpoints import listing, refusal
 from tests.interop.conversions import random_workdir
+from tests.workdirs import run
 
 
 @pytest.mark.slow
@@ -49,6 +50,31 @@ def test_a_language_model_without_its_autoencoder_is_refused(tmp_path):
     before = listing(tmp_path)
     assert "autoencoder" in refusal(export, workdir, tmp_path / "out", "x")
     assert listing(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_the_command_says_when_there_is_no_language_model_to_export(tmp_path):
+    workdir = random_workdir(tmp_path / "ours", "head=energy", lm__head__num_target_samples=0)
+    shutil.rmtree(workdir.checkpoints("lm"))
+    printed = run(
+        "calm_jax.interop.export", f"--workdir={workdir.path}", f"--target={tmp_path / 'out'}"
+    )
+    notes = [line for line in printed.splitlines() if line.startswith("note: ")]
+    assert "note: the run has no language model: the autoencoder alone was written" in notes
+    assert not any("num_target_samples" in note for note in notes)
+
+
+def test_parameters_of_an_unfinished_training_come_with_a_warning(tmp_path, monkeypatch, caplog):
+    workdir = random_workdir(tmp_path, "head=softmax")
+    last = workdir.config.lm.training.num_steps
+    monkeypatch.setattr("calm_jax.run.workdir._load", lambda *_: {})
+    for step, warnings in ((0, 0), (last - 1, 1), (last, 0)):
+        monkeypatch.setattr("calm_jax.training.checkpoint_files.latest_step", lambda _, s=step: s)
+        caplog.clear()
+        workdir.load_params("lm", None, None)
+        assert len(caplog.records) == warnings
+        if warnings:
+            assert f"stage lm is at step {step} of {last}" in caplog.text
 
 
 @pytest.mark.slow

@@ -261,6 +261,7 @@ SAMPLE = {
     ("energy", "--temperature=1.0000001"): "--temperature=1.0000001 must be in (0, 1]",
     ("energy", "--temperature=0"): "--temperature=0 must be in (0, 1]",
     ("energy", "--temperature=-1"): "--temperature=-1 must be",
+    ("energy", "--temperature=3/2"): "--temperature=1.5 must be in (0, 1]",
     ("energy", "--temperature=nan"): "--temperature=nan must be",
     ("energy", "--temperature=inf"): "--temperature=inf must be",
     ("energy", "--top_p=0.9"): "--top_p=0.9 needs the probabilities of tokens",
