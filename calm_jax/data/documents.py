@@ -84,14 +84,15 @@ class Document:
     prompt: str | None = None
 
 
-def _field(record: Any, name: str) -> str:
+def _field(record: Any, name: str, key: str) -> str:
+    """The text of a record's field. `key`: the flag that gives the field's name."""
     if not isinstance(record, dict):
         raise BadRecord(
             "no object",
             f"not an object with fields but a {type(record).__name__} (a .json, too, holds one record on each line)",
         )
     if name not in record:
-        raise BadRecord("missing field", f"no field {name!r}")
+        raise BadRecord("missing field", f"no field {name!r} ({key})")
     text = record[name]
     if not isinstance(text, str):
         raise BadRecord("not text", f"field {name!r} is {type(text).__name__}, not a string")
@@ -103,8 +104,10 @@ def _field(record: Any, name: str) -> str:
 
 
 def _document(record: Any, name: str, reading: Reading) -> Document:
-    text = _field(record, reading.text_field)
-    prompt = _field(record, reading.prompt_field) if reading.prompt_field else None
+    text = _field(record, reading.text_field, f"{reading.flags}text_field")
+    prompt = None
+    if reading.prompt_field:
+        prompt = _field(record, reading.prompt_field, f"{reading.flags}prompt_field")
     return Document(name, text, prompt)
 
 

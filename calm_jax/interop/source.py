@@ -73,8 +73,8 @@ def _download(name: str, flag: str, revision: str) -> pathlib.Path:
     except Exception as error:
         at = f" at revision {revision!r}" if revision else ""
         raise UserError(
-            f"{flag}={name!r}{at} is not a folder, and cannot be downloaded from the hub ({typed_reason_of(error)}); "
-            "without a network, download it elsewhere and give the folder"
+            f"{flag}={name!r}{at} is not a folder, and cannot be downloaded from the hub: check the name, or without a "
+            f"network download it elsewhere and give the folder ({typed_reason_of(error)})"
         ) from error
     return pathlib.Path(fetched)
 

@@ -42,7 +42,13 @@ def test_without_a_terminal_there_is_a_line_every_half_minute(clock, capsys):
 
 def test_more_than_all_is_all(clock, capsys):
     run(clock, [1.0, 20.0, 21.0, 60.0], total=3)
-    assert capsys.readouterr().err.splitlines()[-1] == "counting: 3 of 3 things, 0 s left"
+    assert capsys.readouterr().err.splitlines()[-1] == "counting: 3 of 3 things"
+
+
+def test_without_a_terminal_lines_that_were_begun_end_with_the_last_thing(clock, capsys):
+    run(clock, [1.0, 20.0, 21.0, 22.0], total=3)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["counting: 2 of 3 things, 19 s left", "counting: 3 of 3 things"]
 
 
 def test_a_terminal_has_one_line_which_is_cleared(clock, capsys, monkeypatch):
