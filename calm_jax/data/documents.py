@@ -84,15 +84,16 @@ class Document:
     prompt: str | None = None
 
 
-def _field(record: Any, name: str, key: str) -> str:
-    """The text of a record's field. `key`: the flag that gives the field's name."""
+def _field(record: Any, reading: Reading, option: str) -> str:
+    """The text of a record's field. `option`: of `reading`, gives the field's name."""
+    name = getattr(reading, option)
     if not isinstance(record, dict):
         raise BadRecord(
             "no object",
             f"not an object with fields but a {type(record).__name__} (a .json, too, holds one record on each line)",
         )
     if name not in record:
-        raise BadRecord("missing field", f"no field {name!r} ({key})")
+        raise BadRecord("missing field", f"no field {name!r} ({reading.flags}{option})")
     text = record[name]
     if not isinstance(text, str):
         raise BadRecord("not text", f"field {name!r} is {type(text).__name__}, not a string")
@@ -104,10 +105,8 @@ def _field(record: Any, name: str, key: str) -> str:
 
 
 def _document(record: Any, name: str, reading: Reading) -> Document:
-    text = _field(record, reading.text_field, f"{reading.flags}text_field")
-    prompt = None
-    if reading.prompt_field:
-        prompt = _field(record, reading.prompt_field, f"{reading.flags}prompt_field")
+    text = _field(record, reading, "text_field")
+    prompt = _field(record, reading, "prompt_field") if reading.prompt_field else None
     return Document(name, text, prompt)
 
 

@@ -36,8 +36,11 @@ def main(argv: list[str]) -> None:
     ae_path = _AE_PATH.value or str(target / AUTOENCODER_FOLDER)
     began = time.monotonic()
     num_parameters = export(workdir, target, ae_path)
-    notes = ["the run has no language model: the autoencoder alone was written"]
-    for note in not_carried_over(workdir.config) if workdir.has_lm else notes:
+    if workdir.has_lm:
+        notes = not_carried_over(workdir.config)
+    else:
+        notes = ["the run has no language model: the autoencoder alone was written"]
+    for note in notes:
         print(f"note: {note}")
     print(f"{target} is ready: {num_parameters:,} parameters in {time.monotonic() - began:.1f} s")
 

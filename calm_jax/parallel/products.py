@@ -75,7 +75,7 @@ def matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     The variant for CPUs is not used for many rows, because it makes a training step 15 % slower. The result has the checkpoint
     name `PRODUCT`.
     """
-    if has_few_rows(x) and is_one_cpu():
+    if _has_few_rows(x) and is_one_cpu():
         result = _flat_product(x, kernel, 1)
     elif is_single_row(x.shape[:-1], *GPUS):
         result = _single_row_product(x, kernel, 1, None)
@@ -109,7 +109,7 @@ product_in_float32.defvjp(
 )
 
 
-def has_few_rows(x: jax.Array) -> bool:
+def _has_few_rows(x: jax.Array) -> bool:
     """Whether the products of activations [..., features] have so few rows that reading the kernels takes most of their time."""
     return math.prod(x.shape[:-1]) <= _FEW_ROWS
 

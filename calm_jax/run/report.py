@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 import pathlib
 import shlex
 import shutil
@@ -164,10 +163,8 @@ def _python() -> str:
     """This process's Python as a shell finds it: `python` in an environment that is active, otherwise its path."""
     if shutil.which("python") == sys.executable:
         return "python"
-    here = pathlib.Path(sys.executable)
-    return shlex.quote(
-        os.path.relpath(here) if here.is_relative_to(pathlib.Path.cwd()) else str(here)
-    )
+    path, here = pathlib.Path(sys.executable), pathlib.Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def append(workdir: Workdir, record: Mapping) -> None:

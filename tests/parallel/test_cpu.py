@@ -77,9 +77,6 @@ print(min(fresh))
 RETURNED = """
 import pathlib, resource
 import jax
-from benchmarks.suites.train import fresh
-from calm_jax.config import resolve
-from calm_jax.data.tokenizers import vocabulary
 from calm_jax.parallel import host_memory
 assert host_memory.keep_freed_memory()
 host_memory.return_compilers_memory()

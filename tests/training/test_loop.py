@@ -140,8 +140,8 @@ print(json.dumps(by_name))
 """
 # The first is one device.
 MESHES = ((1, 1, 1), (2, 2, 2), (1, 8, 1), (8, 1, 1))
-# How many of the meshes each is trained on: the heads differ in nothing that a mesh with a single axis has and the mesh with three
-# lacks. The energy head is that of "lm,token_predictor".
+# How many of the meshes each is trained on. To save time, the other heads train on one device and on the mesh with three axes alone.
+# The energy head is that of "lm,token_predictor".
 ON_MESHES = {f"lm,head={head}": 2 for head in HEADS if head != "energy"} | {
     "autoencoder": len(MESHES),
     "lm,token_predictor": len(MESHES),
