@@ -18,7 +18,7 @@ from absl import app, flags
 from calm_jax.brier import ORDERS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
-from calm_jax.cli.flags import given_folder, parse_flags
+from calm_jax.cli.flags import define_fraction, given_folder, parse_flags
 from calm_jax.data.packing import encode_documents
 from calm_jax.errors import UserError
 from calm_jax.run.dataset import read_corpus
@@ -30,7 +30,7 @@ _PROMPTS = flags.DEFINE_integer(
     "prompts", 600, "prompts; their lengths modulo K are 1 to K - 1 equally often"
 )
 _LONGEST = flags.DEFINE_integer("longest", 64, "largest number of tokens of a prompt")
-_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "temperature of the sampled tokens")
+_TEMPERATURE = define_fraction("temperature", 1.0, "temperature of the sampled tokens")
 _MAX_DRAWS = flags.DEFINE_integer("max_draws", 1360, "largest number of draws of match")
 
 

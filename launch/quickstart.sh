@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Trains the quickstart recipe on this machine: makes a virtual environment, installs calm_jax in it, and runs both stages.
 #
-#   launch/quickstart.sh [--config=configs/quickstart.py:head=flow] [--workdir=DIR] [--config.KEY=VALUE ...] [--dry_run]
+#   launch/quickstart.sh [--config=configs/quickstart.py] [--workdir=runs/quickstart] [--config.KEY=VALUE ...] [--dry_run]
+#
+# Another recipe, such as --config=configs/quickstart.py:head=flow, has another default workdir.
 #
 # All flags but --dry_run are those of python -m calm_jax.main. The environment is .venv in the checkout; it is made and filled
 # when it is missing, or older than requirements.txt, constraints.txt or pyproject.toml. Given again, the command continues an
@@ -10,17 +12,14 @@
 #
 # Needs: Python 3.11, 3.12 or 3.13 with venv (on Debian and Ubuntu the package python3-venv), a connection to PyPI for the
 # installation, 3 GB of memory. The installation has no GPU or TPU support: the model is made for a CPU.
-# Costs: 5 minutes after the installation, measured on two cores of an AMD EPYC (Zen 5) (docs/benchmarks.md); 3.6e13
-# floating-point operations. For comparison: CALM-M with its autoencoder is 3.47e20 FLOPs (calm_jax/cost/flops.py).
+# Costs: 5 minutes after the installation for the default recipe, measured on two cores of an AMD EPYC (Zen 5)
+# (docs/benchmarks.md); 3.6e13 floating-point operations. For comparison: CALM-M with its autoencoder is 3.47e20 FLOPs (calm_jax/cost/flops.py).
 set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-recipe=configs/quickstart.py
-for flag in "$@"; do
-    [[ $flag != --config=* ]] || recipe=""
-done
-take_flags ${recipe:+"--config=$recipe"} "$@"
+[[ " $*" == *" --config="* ]] || set -- --config=configs/quickstart.py "$@"
+take_flags "$@"
 
 # Sets `python` to an interpreter that calm_jax supports and that can make an environment.
 find_python() {
@@ -33,6 +32,7 @@ find_python() {
     fail "there is no Python 3.11, 3.12 or 3.13 with venv on PATH (on Debian and Ubuntu: apt install python3-venv)"
 }
 
+called_from=$PWD
 enter_root
 # Touched last: an installation that was interrupted is repeated.
 installed=.venv/installed_by_quickstart
@@ -48,4 +48,5 @@ if ((!is_current)); then
     run touch "$installed"
 fi
 attend .venv/bin/python -m calm_jax.main "${flags[@]}"
+((status || dry_run)) || [[ $called_from == "$root" ]] || echo "(in the folder $root)"
 exit "$status"

@@ -55,11 +55,14 @@ def _one_line_errors() -> Iterator[None]:
 class FractionParser(flags.FloatParser):
     """A number, or a fraction such as 1/3."""
 
+    syntactic_help = "a number, or a fraction such as 1/3"
+
     def convert(self, argument: str | float) -> float:
-        parts = [super(FractionParser, self).convert(part) for part in str(argument).split("/")]
-        if len(parts) > 2 or (len(parts) == 2 and parts[1] == 0):
-            raise ValueError("is no number, such as 0.5, and no fraction, such as 1/3")
-        return parts[0] if len(parts) == 1 else parts[0] / parts[1]
+        over, *under = str(argument).split("/", 1)
+        try:
+            return float(over) / float(*(under or ["1"]))
+        except (ValueError, ZeroDivisionError):
+            raise ValueError("give a number such as 0.5, or a fraction such as 1/3") from None
 
 
 def define_fraction(name: str, default: float | None, help_text: str) -> flags.FlagHolder:

@@ -105,7 +105,8 @@ class Countdown:
     def __init__(self, what: str, total: int, unit: str, shown: bool = True):
         self._what, self._total, self._unit, self._shown = what, total, unit, shown
         self._live = sys.stderr.isatty()
-        self._is_begun = False
+        # In a log, the last item gets a line after any other line, so that the log does not end at 2 of 3.
+        self._owes_last_line = False
         self._done = 0
         self._next = time.monotonic() + _PATIENCE
         # The time and number of items at the first report. The speed is measured from there on, because the first items
@@ -119,12 +120,11 @@ class Countdown:
         if self._first is None:
             self._first = now, number
         began, first = self._first
-        # Without a terminal, lines that were begun end with one for the last item.
-        is_end = number == self._total and self._is_begun
+        is_end = number == self._total and self._owes_last_line
         if not self._shown or (now < self._next and not is_end) or number == first:
             return
         self._next = now + (1.0 if self._live else _BETWEEN_LINES)
-        self._is_begun = not self._live and number < self._total
+        self._owes_last_line = not self._live and number < self._total
         left = (now - began) / (number - first) * (self._total - number)
         left_text = f", {duration(left)} left" if number < self._total else ""
         self._show(f"{self._what}: {number:,} of {self._total:,} {self._unit}{left_text}")

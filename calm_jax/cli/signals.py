@@ -34,7 +34,9 @@ def ignore_the_next() -> None:
 
 def interrupted(name: str) -> Interrupted:
     """The error for a signal outside training's steps. `name`: such as "SIGTERM"."""
-    return Interrupted(f"{name}: no file is left half-written; give the same command again")
+    return Interrupted(
+        f"{name}: files that are complete are kept, and none is half-written; give the same command again"
+    )
 
 
 def _is_importing() -> bool:

@@ -93,7 +93,9 @@ def _field(record: Any, reading: Reading, option: str) -> str:
             f"not an object with fields but a {type(record).__name__} (a .json, too, holds one record on each line)",
         )
     if name not in record:
-        raise BadRecord("missing field", f"no field {name!r} ({reading.flags}{option})")
+        raise BadRecord(
+            "missing field", f"no field {name!r}: {reading.flags}{option}=NAME takes another"
+        )
     text = record[name]
     if not isinstance(text, str):
         raise BadRecord("not text", f"field {name!r} is {type(text).__name__}, not a string")

@@ -28,6 +28,7 @@ def main(argv: list[str]) -> None:
     folder = given_folder(_WORKDIR, "the folder of a trained run")
     target = given_folder(_TARGET, "the folder to make")
     # Imported here, so that --help and bad flags do not wait for JAX.
+    from calm_jax.data.tokenizers import ByteTokenizer
     from calm_jax.interop.exported import AUTOENCODER_FOLDER, export
     from calm_jax.interop.published import not_carried_over
     from calm_jax.run.workdir import Workdir
@@ -40,6 +41,8 @@ def main(argv: list[str]) -> None:
         notes = not_carried_over(workdir.config)
     else:
         notes = ["the run has no language model: the autoencoder alone was written"]
+    if isinstance(workdir.tokenizer, ByteTokenizer):
+        notes.append("the byte tokenizer has no file; convert takes it as --tokenizer=bytes")
     for note in notes:
         print(f"note: {note}")
     print(f"{target} is ready: {num_parameters:,} parameters in {time.monotonic() - began:.1f} s")

@@ -59,8 +59,8 @@ def _write(folder: pathlib.Path, values: dict[str, Any], tensors: dict[str, np.n
 
 
 def _write_tokenizer(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
+    """Writes the tokenizer's file. The byte tokenizer has none."""
     if isinstance(tokenizer, ByteTokenizer):
-        print("note: the byte tokenizer has no file; convert takes it as --tokenizer=bytes")
         return
     may_be_json = isinstance(tokenizer, Llama3Tokenizer | HuggingFaceTokenizer)
     name = "tokenizer.json" if may_be_json and is_json(tokenizer.model) else "tokenizer.model"

@@ -22,7 +22,7 @@ from jax import Array
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.cli.command import command
 from calm_jax.cli.files import atomic_folder, refuse_existing
-from calm_jax.cli.flags import given_folder, parse_flags
+from calm_jax.cli.flags import define_fraction, given_folder, parse_flags
 from calm_jax.config import Config
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
@@ -40,7 +40,7 @@ _TARGET = flags.DEFINE_string("target", "", "folder to make")
 _BATCH = flags.DEFINE_integer("batch", 1, "B, prompts of one call", lower_bound=1)
 _PROMPT_CHUNKS = flags.DEFINE_integer("prompt_chunks", 16, "L, room for a prompt", lower_bound=1)
 _NEW_CHUNKS = flags.DEFINE_integer("new_chunks", 16, "S, chunks to generate", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float("temperature", None, "T; that of the run's config unless given")
+_TEMPERATURE = define_fraction("temperature", None, "that of the run's config unless given")
 _PLATFORMS = flags.DEFINE_list("platforms", ["cpu", "cuda", "tpu"], "where the program shall run")
 
 

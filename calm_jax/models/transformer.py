@@ -162,11 +162,11 @@ class Transformer(nn.Module):
         position_BL = first_B[:, None] + jnp.arange(num_new)
         factors = rotation_at(position_BL, config.head_size, config.rope_theta)
         read: Memory | UnslicedLayer | None = None if memory is None else memory.for_layers()
-        unroll = unrolled(config.num_layers)
-        if isinstance(memory, Fork) or (isinstance(memory, KVCache) and num_new > 1):
-            # Prompts and forks keep nothing for a backward pass, and read each kernel for many rows: a loop compiles faster.
-            unroll = 1
-        elif isinstance(memory, KVCache) and memory.key.size and target_device().platform == "cpu":
+        # Prompts and forks read each kernel for many rows, so that a loop costs nothing. It compiles faster.
+        is_long = isinstance(memory, Fork) or (isinstance(memory, KVCache) and num_new > 1)
+        unroll = 1 if is_long else unrolled(config.num_layers)
+        is_on_cpu = target_device().platform == "cpu"
+        if isinstance(memory, KVCache) and not is_long and memory.key.size and is_on_cpu:
             read = UnslicedLayer(memory, jnp.arange(config.num_layers))
         kept = _REMAT_POLICIES[config.remat]
         block = Block if kept is None else nn.remat(Block, prevent_cse=unroll > 1, policy=kept)

@@ -40,6 +40,6 @@ def unrolled(length: int) -> int:
     kernel once, before the loop over chunks, but GPUs mostly once for each chunk; generation therefore stores each layer's
     parameters separately (`calm_jax.models.stack.for_generation`).
 
-    On TPUs layers stay a loop, which compiles faster: they do not copy kernels.
+    TPUs do not copy kernels out of stacks. Their layers stay a loop, which compiles faster.
     """
     return 1 if target_device().platform == "tpu" else length

@@ -22,13 +22,13 @@ import dataclasses
 import functools
 import hashlib
 import json
-import logging
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from absl import logging
 from jax.sharding import Mesh
 
 from calm_jax.cli.files import empty, os_errors, read_json, write_atomically
@@ -48,7 +48,7 @@ from calm_jax.data.documents import Document
 from calm_jax.data.shards import PreparedText
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from calm_jax.errors import UserError
-from calm_jax.parallel.multihost import PROBE_FILE
+from calm_jax.parallel import multihost
 from calm_jax.tasks import AutoencoderTask, LmTask, Params
 from calm_jax.training import checkpoint, checkpoint_files
 
@@ -59,7 +59,7 @@ OWN_FILES = {
     *("autoencoder", "lm", "init_autoencoder", "init_lm", "tokenizer", "tensorboard", "profile"),
     *("config.json", "corpus.json", _ORIGIN, "memory.json", "results.json", "metrics.jsonl"),
     *("evaluations.jsonl", "samples.jsonl", "samples.txt", "report.html", "plane.png"),
-    *(LOCK, PROBE_FILE),
+    *(LOCK, multihost.PROBE_FILE),
 }
 # Metrics that a resumed run kept, and what a killed `calm_jax.report` leaves.
 _OTHER_OWN_FILES = re.compile(
@@ -387,8 +387,24 @@ class Workdir:
                 f"{self.memory_path} cannot be read ({error}): delete it, and the choice is made again"
             ) from error
 
+    def _warn_if_unfinished(self, stage: str) -> None:
+        # The step of an autoencoder that was copied is that of another run, which may have had more steps or fewer.
+        is_copied = stage == "autoencoder" and self.config.autoencoder_source
+        # Converted parameters have step 0.
+        step = checkpoint_files.latest_step(self.checkpoints(stage))
+        num_steps = getattr(self.config, stage).training.num_steps
+        if not is_copied and step and step < num_steps and multihost.is_primary():
+            logging.warning(
+                "%s: stage %s is at step %d of %d: its training has not ended; the training command, given again, ends it",
+                self.path,
+                stage,
+                step,
+                num_steps,
+            )
+
     def import_autoencoder(self, source: "Workdir") -> None:
-        """Copies the latest autoencoder checkpoint of another workdir."""
+        """Copies the latest autoencoder checkpoint of another workdir. Warns if its training there has not ended."""
+        source._warn_if_unfinished("autoencoder")
         checkpoint_files.copy_latest(
             source.checkpoints("autoencoder"), self.checkpoints("autoencoder"), leave_out=()
         )
@@ -398,7 +414,11 @@ class Workdir:
         return self.path / f"init_{stage}"
 
     def import_initial(self, source: "Workdir", stage: str) -> None:
-        """Copies the latest parameters of `source` as initial ones, so that the run does not depend on that folder later."""
+        """Copies the latest parameters of `source` as initial ones, so that the run does not depend on that folder later.
+
+        Warns if their training there has not ended.
+        """
+        source._warn_if_unfinished(stage)
         checkpoint_files.copy_latest(
             source.checkpoints(stage), self.initial(stage), leave_out=("training",)
         )
@@ -408,17 +428,7 @@ class Workdir:
 
         Warns of a training that has not ended.
         """
-        step = checkpoint_files.latest_step(self.checkpoints(stage))
-        num_steps = getattr(self.config, stage).training.num_steps
-        # Parameters that were not trained here are those of step 0.
-        if step and step < num_steps:
-            logging.getLogger(__name__).warning(
-                "%s: stage %s is at step %d of %d, its training has not ended",
-                self.path,
-                stage,
-                step,
-                num_steps,
-            )
+        self._warn_if_unfinished(stage)
         return _load(self.checkpoints(stage), task, mesh)
 
     def load_initial(self, stage: str, task: AutoencoderTask | LmTask, mesh: Mesh) -> Params:

@@ -24,8 +24,10 @@ FULL_DISK = "error: No space left on device, for the output or a file: make room
     "flag, words",
     [
         ("--seed=abc", "seed"),
-        ("--temperature=warm", "temperature"),
-        ("--temperature=1/0", "--temperature=1/0: is no number, such as 0.5, and no fraction"),
+        *(
+            (f"--temperature={value}", "give a number such as 0.5, or a fraction such as 1/3")
+            for value in ("1/", "1/0", "1/2/3", "half")
+        ),
         ("--max_tokens", "max_tokens"),
         ("--promt=x", "promt"),
     ],
@@ -198,7 +200,7 @@ def test_an_error_that_follows_a_signal_is_the_signals_end():
     )
     assert done.returncode == 75
     assert done.stderr == (
-        "interrupted: SIGTERM: no file is left half-written; give the same command again\n"
+        "interrupted: SIGTERM: files that are complete are kept, and none is half-written; give the same command again\n"
     )
 
 

@@ -204,7 +204,10 @@ def test_bad_rows_of_a_table_are_named_or_counted(tmp_path):
     found, skipped = read(tmp_path / "a.parquet", "skip")
     assert [document.text for document in found] == ["good", "also"]
     assert skipped == {"not text": 1}
-    with pytest.raises(UserError, match=r"a.parquet, row 1: no field 'content'"):
+    with pytest.raises(
+        UserError,
+        match=r"a.parquet, row 1: no field 'content': --config.data.text_field=NAME takes another",
+    ):
         read(tmp_path / "a.parquet", text_field="content")
 
 

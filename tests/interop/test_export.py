@@ -62,19 +62,7 @@ def test_the_command_says_when_there_is_no_language_model_to_export(tmp_path):
     notes = [line for line in printed.splitlines() if line.startswith("note: ")]
     assert "note: the run has no language model: the autoencoder alone was written" in notes
     assert not any("num_target_samples" in note for note in notes)
-
-
-def test_parameters_of_an_unfinished_training_come_with_a_warning(tmp_path, monkeypatch, caplog):
-    workdir = random_workdir(tmp_path, "head=softmax")
-    last = workdir.config.lm.training.num_steps
-    monkeypatch.setattr("calm_jax.run.workdir._load", lambda *_: {})
-    for step, warnings in ((0, 0), (last - 1, 1), (last, 0)):
-        monkeypatch.setattr("calm_jax.training.checkpoint_files.latest_step", lambda _, s=step: s)
-        caplog.clear()
-        workdir.load_params("lm", None, None)
-        assert len(caplog.records) == warnings
-        if warnings:
-            assert f"stage lm is at step {step} of {last}" in caplog.text
+    assert sum("the byte tokenizer has no file" in note for note in notes) == 1
 
 
 @pytest.mark.slow

@@ -195,7 +195,7 @@ def test_remat_changes_neither_loss_nor_gradient(remat, attention):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_layers_one_after_the_other_train_like_a_loop_over_them(remat, monkeypatch):
-    """CPUs and GPUs have them one after the other, TPUs in a loop; the head's blocks, too."""
+    """Unrolled layers and head blocks (CPUs, GPUs) give the gradient of a loop over them (TPUs)."""
     unrolled, params = gradient_of(remat)
     expected = unrolled(params)
     fewer = unrolled.lower(params).as_text().count("stablehlo.while")

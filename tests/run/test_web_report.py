@@ -186,6 +186,23 @@ def test_the_next_command_asks_for_text_that_fits_into_the_context(workdir, caps
     assert "0.00, from 2 n-grams" in printed
 
 
+@pytest.mark.parametrize(
+    "first_on_path, shown",
+    [
+        ("a b/.venv/bin/python", "python"),
+        ("/usr/bin/python", "'a b/.venv/bin/python'"),
+        (None, "'a b/.venv/bin/python'"),
+    ],
+)
+def test_the_next_command_names_this_python(first_on_path, shown, tmp_path, monkeypatch):
+    """As a shell in this folder finds it: by its path, in quotes where it needs them, unless it is the first on PATH."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(report.sys, "executable", str(tmp_path / "a b/.venv/bin/python"))
+    found = first_on_path and str(tmp_path / first_on_path)
+    monkeypatch.setattr(report.shutil, "which", lambda name: found)
+    assert report._python() == shown
+
+
 def test_chunks_of_samples_make_up_their_text(workdir):
     """Also where a character has bytes of two chunks: it is shown with the second."""
     reader = Reader(web_report.page(workdir))
