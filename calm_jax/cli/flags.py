@@ -6,6 +6,7 @@ The functions are for `app.run(main, flags_parser=...)`.
 import contextlib
 import os
 import pathlib
+import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +30,14 @@ def _status_of_help() -> int:
     return 0
 
 
+def _in_words(message: str) -> str:
+    """Python's messages for words that are no numbers, such as "invalid literal for int() with base 10: 'x'", in other words."""
+    message = re.sub(
+        r"invalid literal for int\(\) with base 10: '.*'", "give a whole number", message
+    )
+    return re.sub(r"could not convert string to float: '.*'", "give a number", message)
+
+
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
     """Ends the command with one line and status 2, as a `UserError` does, at any error while flags are parsed."""
@@ -38,7 +47,7 @@ def _one_line_errors() -> Iterator[None]:
     except UserError as error:
         message = str(error)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        message = " ".join(str(error).split())
+        message = _in_words(" ".join(str(error).split()))
     except SystemExit as end:
         if end.code != 1:
             raise
@@ -153,8 +162,14 @@ class _RecipeParser(flags.ArgumentParser):
 
     def __init__(self, argv: list[str] | None):
         self._argv = argv
+        self._given = ""
 
     def parse(self, recipe_flag: str) -> ConfigDict:
+        if self._given:
+            raise UserError(
+                f"--config is given twice, as {self._given} and as {recipe_flag}: give one recipe"
+            )
+        self._given = recipe_flag
         local_path(recipe_flag, "--config")
         file, *argument = recipe_flag.split(":", 1)
         # `pathlib.Path.is_file` would raise an error for a name that is too long.
