@@ -28,7 +28,8 @@ def folder(tmp_path_factory):
     (folder / "prompts.txt").write_bytes(b"def f(x):\r\n\r\n\na b\r\n")
     lines = [json.dumps({"prompt": prompt, "more": 1}) for prompt in IDS]
     (folder / "ids.jsonl").write_text("\n".join(lines))
-    (folder / "old.jsonl").write_text("old")
+    for name in ("old.jsonl", "kept.jsonl"):
+        (folder / name).write_text("old")
     return folder
 
 
@@ -53,7 +54,7 @@ def results(folder):
         ],
         "one of ids": [*model, *options, f"--prompts_file={folder / 'one.jsonl'}"],
         "output": [*model, *options, *several, f"--output={folder / 'texts.jsonl'}"],
-        "refused": [*model, *options, *several, f"--output={folder / 'old.jsonl'}"],
+        "refused": [*model, *options, *several, f"--output={folder / 'kept.jsonl'}"],
         "replaced": [*model, *options, *several, f"--output={folder / 'old.jsonl'}", "--overwrite"],
         "own options": [*model, several[0]],
         "stop": [*model, *options, several[0], "--stop=zzzz", f"--stop={first_text(folder)[1]}"],
@@ -136,11 +137,14 @@ def test_output_has_one_object_with_all_fields_for_each_prompt(results, folder):
 
 def test_an_existing_output_file_is_replaced_only_with_overwrite(results, folder):
     status, out, err = results["refused"]
-    path = folder / "old.jsonl"
+    path = folder / "kept.jsonl"
     assert (status, out) == (2, "")
     assert err == f"error: --output={path} already exists: give another name, or --overwrite\n"
+    assert path.read_text() == "old"
     assert results["replaced"][0] == 0
-    assert [one["text"] for one in read(path)] == [one.text for one in expected(folder)]
+    assert [one["text"] for one in read(folder / "old.jsonl")] == [
+        one.text for one in expected(folder)
+    ]
 
 
 def test_prompts_may_be_token_ids(results, folder):
