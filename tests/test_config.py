@@ -88,6 +88,7 @@ def test_the_docstring_of_a_recipe_has_the_command_that_runs_it(name):
 
 # The key as the message spells it, and the keys to set. The message must show the value of the first one.
 BAD = [
+    ("seed", {"seed": -1}),
     ("stage", {"stage": "both"}),
     ("compute_dtype", {"compute_dtype": "float16"}),
     ("chunk_size", {"chunk_size": 0}),
