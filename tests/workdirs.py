@@ -52,11 +52,14 @@ def run(*args: str, status: int = 0, xla_flags: str | None = None, **popen) -> s
     return lines[0]
 
 
-def run_program(program: str, *arguments: str, **options) -> subprocess.CompletedProcess:
-    """Runs Python text in a process of its own, which must end with status 0. `options`: of `subprocess.run`."""
-    asked = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 500} | options
+def run_program(
+    program: str, *arguments: str, status: int = 0, **options
+) -> subprocess.CompletedProcess:
+    """Runs Python text in a process of its own, which must end with `status`. `options`: of `subprocess.run`."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    asked = {"cwd": ROOT, **pipes, "text": True, "timeout": 500} | options
     done = subprocess.run([sys.executable, "-c", program, *arguments], **asked)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return done
 
 

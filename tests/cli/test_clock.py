@@ -1,11 +1,8 @@
 """A clock that is set back while a command waits."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.forked import ROOT
+from tests.workdirs import run_program
 
 # A save of two seconds, in a process whose clock was set back by so many seconds; the clock is looked at after 0.2 s.
 PROGRAM = """
@@ -27,11 +24,5 @@ print("saved")
     ],
 )
 def test_a_save_that_waits_for_a_clock_that_was_set_back_ends_the_process(seconds, status, shown):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(seconds)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == status and shown in done.stdout + done.stderr
+    done = run_program(PROGRAM, str(seconds), status=status, timeout=100)
+    assert shown in done.stdout + done.stderr

@@ -15,7 +15,7 @@ from calm_jax.cli.files import atomic_folder, nan_to_none
 from calm_jax.cli.flags import FractionParser
 from calm_jax.errors import Interrupted, UserError
 from calm_jax.parallel.signals import EndTogetherOnSignal
-from tests.workdirs import ROOT, run
+from tests.workdirs import ROOT, run, run_program
 
 FULL_DISK = "error: No space left on device, for the output or a file: make room; files that are complete are kept\n"
 
@@ -129,10 +129,8 @@ app.run(main)
 
 def test_output_to_a_full_disk_ends_with_one_line():
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", PRINTS], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert (done.returncode, done.stderr) == (2, FULL_DISK)
+        done = run_program(PRINTS, status=2, stdout=full)
+    assert done.stderr == FULL_DISK
 
 
 FAILS = """
@@ -156,10 +154,7 @@ def test_a_line_that_cannot_be_written_does_not_change_the_status(error, status)
     os.close(reader)
     with open("/dev/full", "w") as full, os.fdopen(writer, "w") as unread:
         for stderr in (full, unread):
-            done = subprocess.run(
-                [sys.executable, "-c", code], cwd=ROOT, stdout=stderr, stderr=stderr, check=False
-            )
-            assert done.returncode == status
+            run_program(code, status=status, stdout=stderr, stderr=stderr)
 
 
 def test_a_command_needs_no_output():
@@ -196,11 +191,7 @@ app.run(main)
 
 
 def test_an_error_that_follows_a_signal_is_the_signals_end():
-    done = subprocess.run(
-        [sys.executable, "-c", SWALLOWS], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 75
-    assert done.stderr == (
+    assert run_program(SWALLOWS, status=75).stderr == (
         "interrupted: SIGTERM: files that are complete are kept, and none is half-written; give the same command again\n"
     )
 
@@ -228,24 +219,10 @@ print("imported", flush=True)
 
 def test_a_signal_in_the_midst_of_an_import_is_raised_after_it(tmp_path):
     (tmp_path / "signalled.py").write_text(SIGNALLED)
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout) == (75, "imported\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = run_program(IMPORTS, status=75, env=environment, timeout=60)
+    assert done.stdout == "imported\n"
     assert done.stderr.startswith("interrupted: SIGTERM: ") and done.stderr.count("\n") == 1
-
-
-def ended(program: str, seconds: float) -> tuple[int, str, str]:
-    """The status, stdout and stderr of a Python program, which must end within so many seconds."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=seconds
-    )
-    return done.returncode, done.stdout, done.stderr
 
 
 NEVER_ENDS = """
@@ -272,7 +249,8 @@ app.run(main)
 
 
 def test_a_thread_that_never_ends_keeps_no_interrupted_command_and_prints_nothing():
-    assert ended(NEVER_ENDS, 60) == (75, "text\n", "interrupted: SIGTERM: reason\n")
+    done = run_program(NEVER_ENDS, status=75, timeout=60)
+    assert (done.stdout, done.stderr) == ("text\n", "interrupted: SIGTERM: reason\n")
 
 
 COMPUTES = """
@@ -294,7 +272,8 @@ app.run(main)
 
 def test_what_devices_still_compute_keeps_no_interrupted_command():
     """Python's own end would wait for the device, or crash."""
-    assert ended(COMPUTES, 120) == (75, "", "interrupted: SIGTERM: reason\n")
+    done = run_program(COMPUTES, status=75, timeout=120)
+    assert (done.stdout, done.stderr) == ("", "interrupted: SIGTERM: reason\n")
 
 
 FORGETS = """
@@ -322,10 +301,7 @@ TOGETHER = "from calm_jax.parallel.signals import EndTogetherOnSignal as E\n    
 def test_a_signal_that_comes_in_a_destructor_ends_the_command(name, within):
     """Python would print the exception that is raised in a destructor, and go on."""
     code = FORGETS.format(name=name, within=within)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50
-    )
-    assert done.returncode == 75
+    done = run_program(code, status=75, timeout=50)
     assert done.stderr.startswith(f"interrupted: {name}: ") and done.stderr.count("\n") == 1
 
 
@@ -366,15 +342,8 @@ def test_a_command_in_a_folder_that_was_deleted_says_so(tmp_path):
     (tmp_path / "gone").mkdir()
     code = "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, sys.argv[1:])"
     command = [sys.executable, "-m", "calm_jax.report", "runs/x"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command],
-        cwd=tmp_path / "gone",
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert done.returncode == 2
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = run_program(code, *command, status=2, cwd=tmp_path / "gone", env=environment, timeout=50)
     assert done.stderr == "error: the current folder was deleted: `cd` to another one\n"
 
 
@@ -411,17 +380,13 @@ def test_a_warning_is_one_line_like_an_error():
         "from absl import app, logging; from calm_jax.cli.command import command; "
         "app.run(command(lambda argv: logging.warning('%s is %d', 'x', 1)), argv=['x'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "warning: x is 1\n")
+    done = run_program(code, timeout=50)
+    assert (done.stdout, done.stderr) == ("", "warning: x is 1\n")
     code = code.replace("logging.warning('%s is %d', 'x', 1)", "failing()")
     code = (
         "def failing():\n try: 1 / 0\n except ZeroDivisionError: logging.exception('it failed')\n"
         + code
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50
-    )
+    done = run_program(code, timeout=50)
     assert done.stderr.startswith("error: it failed\nTraceback")
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")

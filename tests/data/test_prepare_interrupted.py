@@ -27,7 +27,7 @@ from tests.data.test_prepare import (
     touched,
     workers_of,
 )
-from tests.workdirs import ROOT, run, start
+from tests.workdirs import ROOT, run, run_program, start
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +64,8 @@ app.run(main, flags_parser=parse_flags)
 def test_a_clock_that_is_set_back_ends_a_preparation_which_then_goes_on(large, tmp_path):
     """Dask would wait until the clock has caught up."""
     command, output = [*large[0], "--workers=1", f"--output={tmp_path}/out"], f"{tmp_path}/out"
-    done = subprocess.run(
-        [sys.executable, "-c", CLOCK_SET_BACK, *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert (done.returncode, done.stdout) == (75, "")
+    done = run_program(CLOCK_SET_BACK, *command, status=75, timeout=100)
+    assert done.stdout == ""
     (line,) = [one for one in done.stderr.splitlines() if one.startswith("interrupted: ")]
     assert line.startswith(f"interrupted: {output}: the clock of this machine was set back by 3600")
     assert line.endswith("; the same command goes on with it")

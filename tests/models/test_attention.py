@@ -4,9 +4,6 @@ import functools
 import importlib.util
 import json
 import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +18,7 @@ from calm_jax.parallel.mesh import MeshConfig, make_mesh
 from calm_jax.run import preflight
 from calm_jax.run.workdir import Workdir
 from tests import tiny_recipe
+from tests.workdirs import run, run_program
 
 
 def inputs(B, L, H, G, A, dtype=jnp.float32, segments=False):
@@ -218,20 +216,6 @@ def test_the_device_is_read_from_the_mesh_inside_a_jitted_function():
     assert seen == 1
 
 
-def program(*arguments, **environment):
-    """Runs Python in another process and returns the last line that it prints, decoded from JSON."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=pathlib.Path(__file__).parent.parent.parent,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not done.returncode, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def on_meshes():
     """Prints, for meshes of eight devices, the largest difference between splash attention and xla's on one device."""
     # The two rows and the two key-value heads divide over an axis of two devices, and not over one of eight.
@@ -247,11 +231,9 @@ def on_meshes():
 
 @pytest.mark.slow
 def test_splash_on_a_mesh_equals_xla_on_one_device():
-    far = program(
-        "-c",
-        "from tests.models.test_attention import on_meshes; on_meshes()",
-        XLA_FLAGS="--xla_force_host_platform_device_count=8",
-    )
+    program = "from tests.models.test_attention import on_meshes; on_meshes()"
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    far = json.loads(run_program(program, env=environment).stdout.splitlines()[-1])
     assert len(far) == 5 and max(far.values()) < 1e-5, far
 
 
@@ -267,5 +249,7 @@ def test_splash_compiles_for_a_tpu_at_the_models_sizes():
         ("v5e:2x2", 96, 2047, True, "none"): 3,
         ("v5e:2x2", 160, 2047, True, "full"): 4,
     }
-    found = program("-m", "tests.models.tpu_attention", *map(json.dumps, cases))
+    # In a process of its own.
+    printed = run("tests.models.tpu_attention", *map(json.dumps, cases), env=dict(os.environ))
+    found = json.loads(printed.splitlines()[-1])
     assert found == {json.dumps(case): number for case, number in cases.items()}

@@ -11,7 +11,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ from calm_jax.serve import app
 from calm_jax.serve.request import Limits
 from tests import workdirs
 from tests.tiny_model import tiny
-from tests.workdirs import ROOT
 
 LIMITS = Limits(
     prompt_tokens=100,
@@ -734,8 +732,6 @@ def test_without_the_extra_the_command_says_what_to_install(tmp_path):
         f"sys.argv = ['serve', '--workdir={tmp_path}']\n"
         "runpy.run_module('calm_jax.serve', run_name='__main__', alter_sys=False)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (2, "")
+    done = workdirs.run_program(code, status=2)
+    assert done.stdout == ""
     assert done.stderr == "error: serving needs uvicorn: pip install -e '.[serve]' in the clone\n"
