@@ -5,11 +5,9 @@ import dataclasses
 import importlib
 import json
 import logging
-import math
 import pathlib
 import types
 
-import jax
 import pytest
 
 import configs
@@ -30,6 +28,7 @@ from calm_jax.run.workdir import Workdir
 from calm_jax.training import loop
 from configs import common, quickstart
 from configs import workdir as stored
+from tests.models.networks import count
 
 RECIPES = sorted(
     path.stem
@@ -676,11 +675,6 @@ def test_head_and_chunk_size_are_keys_that_a_workdir_fixes():
 # --- Parameter counts
 
 LLAMA = types.SimpleNamespace(vocab_size=128257, pad_id=128256)
-
-
-def count(task):
-    shapes = jax.eval_shape(task.init, jax.random.key(0))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
 def count_lm(config):

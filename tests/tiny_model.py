@@ -7,10 +7,7 @@ import pathlib
 import tempfile
 from typing import Any
 
-import flax.traverse_util
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.config import Config, resolve
@@ -20,6 +17,7 @@ from calm_jax.run.workdir import Workdir
 from calm_jax.tasks import LmTask
 from calm_jax.training.checkpoint import save_params
 from tests import tiny_recipe, workdirs
+from tests.models.networks import random_like
 
 
 def random_params(task: Any, seed: int) -> dict:
@@ -27,20 +25,7 @@ def random_params(task: Any, seed: int) -> dict:
 
     Those of the head are larger, so that its samples depend visibly on the hidden state.
     """
-    rng = np.random.default_rng(seed)
-    shapes = flax.traverse_util.flatten_dict(jax.eval_shape(task.init, jax.random.key(0)), sep="/")
-    params = {
-        # Cast by numpy: JAX would compile a program for each shape.
-        path: jnp.asarray(
-            np.float32(
-                rng.normal(
-                    path.endswith("scale"), 1.2 if path.startswith("head/") else 0.3, leaf.shape
-                )
-            )
-        )
-        for path, leaf in shapes.items()
-    }
-    return flax.traverse_util.unflatten_dict(params, sep="/")
+    return random_like(jax.eval_shape(task.init, jax.random.key(0)), seed, head_std=1.2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,8 @@ import json
 import pathlib
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -61,6 +63,14 @@ def run_program(
     done = subprocess.run([sys.executable, "-c", program, *arguments], **asked)
     assert done.returncode == status, done.stderr
     return done
+
+
+def wait_until(happens: Callable[[], object], what: object = "") -> None:
+    """Returns when `happens` is true, and fails after a minute. what: shown when it fails."""
+    ends = time.monotonic() + 60
+    while not happens():
+        assert time.monotonic() < ends, what or "nothing happens"
+        time.sleep(0.01)
 
 
 def train(text_glob: str, workdir, *args: str, **options) -> str:

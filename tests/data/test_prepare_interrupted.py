@@ -27,7 +27,7 @@ from tests.data.test_prepare import (
     touched,
     workers_of,
 )
-from tests.workdirs import ROOT, run, run_program, start
+from tests.workdirs import ROOT, run, run_program, start, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +96,6 @@ def test_workers_that_die_while_they_are_set_up_are_asked_again(failures, tmp_pa
     else:
         with pytest.raises(UserError, match=r"workers die at their start \(Stream is closed\)"):
             cluster._on_all_workers(ask, "ready")
-
-
-def wait_until(happens, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < end, "nothing happens"
-        time.sleep(0.01)
 
 
 def start_large(large, output, workers: int, shards: int = 3) -> subprocess.Popen:

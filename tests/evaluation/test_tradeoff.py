@@ -19,6 +19,7 @@ from calm_jax.run import report
 from calm_jax.sampling.chunk_model import ChunkModel
 from configs import quickstart
 from tests.compiler_options import OPTIMISED
+from tests.sampling import laws
 
 PAD = ByteTokenizer(b"").pad_id
 # For each K, the chunks of the known distribution and their probabilities; chunks share prefixes.
@@ -28,29 +29,15 @@ LAWS = {4: np.array([0.4, 0.3, 0.2, 0.1]), 2: np.array([0.5, 0.3, 0.2])}
 
 def known_model(chunk_size: int) -> ChunkModel:
     """A model whose next chunk has the same distribution in every context."""
-    chunks, law = jnp.array(CHUNKS[chunk_size]), jnp.array(LAWS[chunk_size])
-
-    def latents(h_PD, num_draws, key_P, noise_scale):
-        def draw(key):
-            return jax.random.choice(key, len(law), (num_draws, 1), p=law)
-
-        return jax.vmap(draw)(key_P).astype(jnp.float32)
-
-    def unfold(latent_R1):
-        return chunks[latent_R1[:, 0].astype(int)][..., None].astype(jnp.float32)
 
     def advance(tokens_BLK, memory):
         return jnp.zeros((*tokens_BLK.shape[:2], 1)), memory
 
-    return ChunkModel(
-        latents,
-        unfold,
-        lambda x, prior: x[..., 0].astype(jnp.int32),
-        advance,
-        lambda batch, size, window: jnp.zeros(batch),
-        lambda cache, length_B, size: cache,
-        log_probs=None,
-        prior=None,
+    return dataclasses.replace(
+        laws.known_model(LAWS[chunk_size], book=CHUNKS[chunk_size]),
+        advance=advance,
+        empty_cache=lambda batch, size, window: jnp.zeros(batch),
+        fork=lambda cache, length_B, size: cache,
     )
 
 

@@ -4,9 +4,8 @@ import pathlib
 import shlex
 import signal
 import subprocess
-import time
 
-from tests.workdirs import ROOT
+from tests.workdirs import ROOT, wait_until
 
 FOLDER = ROOT / "launch"
 RECIPE = "--config=configs/calm_m.py"
@@ -97,7 +96,4 @@ class Stubs:
 
 def wait_for(path: pathlib.Path) -> None:
     """Returns when the file exists and is not empty."""
-    deadline = time.monotonic() + 60
-    while not (path.exists() and path.read_text().strip()):
-        assert time.monotonic() < deadline, path
-        time.sleep(0.01)
+    wait_until(lambda: path.exists() and path.read_text().strip(), path)

@@ -1,5 +1,6 @@
 """Tiny networks for tests: sizes, random parameters, and the shapes that a program computes."""
 
+import math
 from typing import Any
 
 import flax.traverse_util
@@ -43,19 +44,32 @@ def autoencoder_config(**changes) -> AutoencoderConfig:
     return AutoencoderConfig(**(sizes | changes))
 
 
-def random_like(shapes: Any, seed: int = 0, std: float = 0.3) -> dict:
-    """Random parameters in the given shapes, none at an initial zero or one: scales around 1, all others around 0."""
+def random_like(shapes: Any, seed: int = 0, std: float = 0.3, head_std: float = 0.3) -> dict:
+    """Random parameters in the given shapes, none at an initial zero or one: scales around 1, all others around 0.
+
+    head_std: of the parameters of a language model's head.
+    """
     rng = np.random.default_rng(seed)
-    flat = {
-        path: jnp.asarray(np.float32(rng.normal(path.endswith("scale"), std, leaf.shape)))
-        for path, leaf in flax.traverse_util.flatten_dict(shapes, sep="/").items()
-    }
-    return flax.traverse_util.unflatten_dict(flat, sep="/")
+
+    def draw(path, shape):
+        spread = head_std if path.startswith("head/") else std
+        # Cast by numpy: JAX would compile a program for each shape.
+        return jnp.asarray(np.float32(rng.normal(path.endswith("scale"), spread, shape)))
+
+    flat = flax.traverse_util.flatten_dict(shapes, sep="/")
+    drawn = {path: draw(path, leaf.shape) for path, leaf in flat.items()}
+    return flax.traverse_util.unflatten_dict(drawn, sep="/")
 
 
 def random_params(task: Any, seed: int = 0) -> dict:
     """`random_like` the parameters of a task."""
     return random_like(jax.eval_shape(task.init, jax.random.key(0)), seed)
+
+
+def count(task: Any) -> int:
+    """The number of parameters of a task."""
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
 def keys(num: int, seed: int = 7) -> jax.Array:

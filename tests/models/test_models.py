@@ -36,6 +36,7 @@ from tests.models.networks import (
     EPSILON,
     assert_close,
     autoencoder_config,
+    count,
     keys,
     shapes_in,
     transformer_config,
@@ -512,10 +513,6 @@ def test_parameter_counts_are_the_published_ones(name):
     tree.tokenizer.path = "tokenizer.model"
     config = resolve(tree)
     tokenizer = types.SimpleNamespace(vocab_size=128257, pad_id=128256)
-
-    def count(task):
-        shapes = jax.eval_shape(task.init, jax.random.key(0))
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
     assert f"{count(build.make_autoencoder_task(config, tokenizer)) / 1e6:.1f}M" == "75.8M"
     ours = count(build.make_lm_task(config, tokenizer, config.eval.published))

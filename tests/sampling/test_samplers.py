@@ -1,7 +1,6 @@
 """The samplers end to end, on known distributions: how their chunks are distributed, their cost, and their refusals.
 
-B rows, N draws, C chunks, K tokens per chunk. The toy model's latent is a chunk's index; its "hidden state" is the row of
-a table of distributions. Seeds are fixed (see `laws.FALSE_ALARM`).
+B rows, N draws, C chunks, K tokens per chunk. Seeds are fixed (see `laws.FALSE_ALARM`).
 """
 
 import dataclasses
@@ -22,37 +21,7 @@ from calm_jax.sampling.pools import Prefix, complete_chunk
 from calm_jax.sampling.samplers import SAMPLERS, check_sampler, fewest_draws, sample_chunk
 from tests.compiler_options import OPTIMISED
 from tests.sampling import laws
-from tests.sampling.laws import FALSE_ALARM, FAR, PROBS, compositions, power
-
-# Chunks of two tokens; among the first nine, every chunk shares its first token with others, and its second too.
-BOOK = np.array([(c % 3, c // 3) for c in range(2000)], np.int32)
-
-
-def known_model(*law_table, book=BOOK):
-    """A model of some distributions over the chunks of `book`; a row's hidden state is the number of its distribution."""
-    most = max(map(len, law_table))
-    table = np.array([np.pad(law, (0, most - len(law))) for law in law_table])
-    with np.errstate(divide="ignore"):
-        log_table = jnp.asarray(np.log(table), jnp.float32)
-
-    def latents(h_PD, num_draws, key_P, noise_scale):
-        draw = jax.vmap(lambda key, law: jax.random.categorical(key, law, shape=(num_draws, 1)))
-        return draw(key_P, log_table[h_PD[:, 0].astype(jnp.int32)]).astype(jnp.float32)
-
-    return model_of(latents, book)
-
-
-def model_of(latents, book=BOOK):
-    """A model whose latents are indices of chunks. A position unfolds to two features, both its token id."""
-
-    def unfold(latent_R1):
-        token_RK = jnp.asarray(book)[latent_R1[:, 0].astype(jnp.int32)]
-        return jnp.stack([token_RK, token_RK], axis=-1).astype(jnp.float32)
-
-    def argmax_tokens(x, prior):
-        return (x.sum(-1) / 2).astype(jnp.int32)
-
-    return ChunkModel(latents, unfold, argmax_tokens, None, None, None, None, None)
+from tests.sampling.laws import FALSE_ALARM, FAR, PROBS, compositions, known_model, model_of, power
 
 
 def config_of(temperature_, sampler, **changes):

@@ -26,6 +26,7 @@ from calm_jax.serve import app
 from calm_jax.serve.request import Limits
 from tests import workdirs
 from tests.tiny_model import tiny
+from tests.workdirs import wait_until
 
 LIMITS = Limits(
     prompt_tokens=100,
@@ -490,13 +491,6 @@ def unfinished(port: int) -> float:
     return sum(
         float(line.split()[1]) for line in text.splitlines() if line.startswith("calm_texts_")
     )
-
-
-def wait_until(condition) -> None:
-    ends = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
 
 
 def test_a_full_queue_is_refused_with_retry_after():
