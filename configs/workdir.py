@@ -4,21 +4,14 @@ import pathlib
 
 from ml_collections import ConfigDict
 
-from calm_jax.cli.files import read_json, refuse_url
-from calm_jax.config import as_dict, resolve_stored
-from calm_jax.errors import UserError, reason_of
+from calm_jax.cli.files import refuse_url
+from calm_jax.config import as_dict
+from calm_jax.errors import UserError
+from calm_jax.run.workdir import Workdir
 
 
 def get_config(folder: str = "") -> ConfigDict:
     if not folder:
         raise UserError("configs/workdir.py needs a workdir: --config=configs/workdir.py:DIR")
     refuse_url(folder, f"--config=configs/workdir.py:{folder}")
-    path = pathlib.Path(folder) / "config.json"
-    try:
-        stored = read_json(path)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or reason_of(error)
-        raise UserError(
-            f"{folder} is no workdir: {path} cannot be read ({why}); give the folder of a run"
-        ) from error
-    return ConfigDict(as_dict(resolve_stored(stored)))
+    return ConfigDict(as_dict(Workdir(pathlib.Path(folder)).config))
