@@ -90,7 +90,7 @@ def _write_random(folder: pathlib.Path, config: Config, tokenizer: Tokenizer) ->
     (folder / "config.json").write_text(json.dumps(values))
     lm = (
         names.calm_rows(config.lm.model, head),
-        make_lm_task(config, tokenizer, config.eval.published),
+        make_lm_task(config, tokenizer),
     )
     autoencoder = (
         names.prefixed(names.autoencoder_rows(config.autoencoder.model), names.AUTOENCODER_PREFIX),

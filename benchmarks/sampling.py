@@ -24,7 +24,6 @@ import rich.table
 from absl import app, flags
 from jax import Array
 
-from calm_jax.brier import Protocol
 from calm_jax.build import make_lm_task
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
@@ -104,7 +103,7 @@ def _task_of_sizes() -> CalmTask:
     tree.lm.head.num_blocks = 4
     tokenizer = ByteTokenizer(b"")
     tokenizer.vocab_size = _VOCABULARY.value
-    task = make_lm_task(resolve(tree), tokenizer, Protocol(num_samples=2))
+    task = make_lm_task(resolve(tree), tokenizer)
     assert isinstance(task, CalmTask)
     return task
 

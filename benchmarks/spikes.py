@@ -56,7 +56,7 @@ def _programs() -> tuple[Callable, Callable, Callable, TrainState]:
     """The step, the step with a higher learning rate, the held-out loss of parameters, and the initial state."""
     config = resolve(tiny_recipe.get_config("*.none,head=softmax"))
     tokenizer = KINDS["bytes"](b"")
-    task = make_lm_task(config, tokenizer, config.eval.published)
+    task = make_lm_task(config, tokenizer)
     rate = dataclasses.replace(
         config.lm.optimizer, learning_rate=3e-3, warmup_steps=20, schedule="constant"
     )

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import optax
 
-from calm_jax.brier import Protocol
 from calm_jax.config import Config
 from calm_jax.data.tokenizers import Tokenizer, Vocabulary
 from calm_jax.models import attention
@@ -27,18 +26,14 @@ def make_autoencoder_task(config: Config, tokenizer: Tokenizer | Vocabulary) -> 
     return AutoencoderTask(model, tokenizer.pad_id, config.autoencoder.random_chunks)
 
 
-def make_lm_task(config: Config, tokenizer: Tokenizer | Vocabulary, protocol: Protocol) -> LmTask:
-    """The task of stage 2, training the language model.
-
-    Args:
-      config: the recipe.
-      tokenizer: a tokenizer or its vocabulary.
-      protocol: how BrierLM is scored, such as `config.eval.published`.
+def make_lm_task(config: Config, tokenizer: Tokenizer | Vocabulary) -> LmTask:
+    """The task of stage 2, training the language model; its BrierLM has the published protocol. Of the tokenizer, only its
+    vocabulary is used.
 
     Returns:
       CALM with the config's latent head, or the autoregressive baseline if the head is "softmax".
     """
-    dtype, body = jnp.dtype(config.compute_dtype), config.lm.model
+    dtype, body, protocol = jnp.dtype(config.compute_dtype), config.lm.model, config.eval.published
     if not config.has_autoencoder:
         softmax = SoftmaxHead(tokenizer.vocab_size, body.hidden_size, dtype)
         baseline = AutoregressiveLM(body, softmax, tokenizer.vocab_size, dtype)
@@ -81,7 +76,7 @@ def stage_of(
     autoencoder = make_autoencoder_task(config, tokenizer) if config.has_autoencoder else None
     if autoencoder is not None and stage == "autoencoder":
         return autoencoder, None, optimizer
-    return make_lm_task(config, tokenizer, config.eval.published), autoencoder, optimizer
+    return make_lm_task(config, tokenizer), autoencoder, optimizer
 
 
 def check_attention(config: Config) -> None:

@@ -678,7 +678,7 @@ LLAMA = types.SimpleNamespace(vocab_size=128257, pad_id=128256)
 
 
 def count_lm(config):
-    return count(build.make_lm_task(config, LLAMA, config.eval.published))
+    return count(build.make_lm_task(config, LLAMA))
 
 
 def linear(inputs, outputs):

@@ -59,7 +59,7 @@ def tiny(arguments: str = "k=4", block_tokens: int = 256) -> Tiny:
     tree.lm.data.block_tokens = block_tokens
     config = resolve(tree)
     tokenizer = ByteTokenizer(b"")
-    task = make_lm_task(config, tokenizer, config.eval.published)
+    task = make_lm_task(config, tokenizer)
     frozen = {}
     if config.has_autoencoder:
         frozen = {"params": random_params(make_autoencoder_task(config, tokenizer), seed=1)}

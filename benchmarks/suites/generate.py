@@ -119,7 +119,7 @@ def generator_of(config: Config, folder: str) -> Generator:
     key = jax.random.key(config.seed)
 
     with jax.set_mesh(mesh):
-        task, frozen = make_lm_task(config, words, config.eval.published), {}
+        task, frozen = make_lm_task(config, words), {}
         if config.has_autoencoder:
             autoencoder = make_autoencoder_task(config, words)
             frozen = {"params": fresh_params(autoencoder, key, mesh)}

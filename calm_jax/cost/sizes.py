@@ -63,7 +63,7 @@ def language_model(config: Config, vocab_size: int) -> Parameters:
     Parts of CALM: token embeddings, backbone, chunk embedding, head, token predictor. Parts of the autoregressive baseline:
     token embeddings, backbone, vocabulary (the softmax head).
     """
-    task = make_lm_task(config, _vocabulary(vocab_size), config.eval.published)
+    task = make_lm_task(config, _vocabulary(vocab_size))
     return _count(task, _CALM_PARTS if config.has_autoencoder else _AUTOREGRESSIVE_PARTS)
 
 

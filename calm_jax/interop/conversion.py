@@ -179,7 +179,7 @@ def make_plan(
             if kind == published.AUTOREGRESSIVE
             else names.calm_rows(body, config.head())
         )
-        lm_task = make_lm_task(ours, tokenizer, ours.eval.published)
+        lm_task = make_lm_task(ours, tokenizer)
         parts.append(_part("lm", rows, weights, lm_task))
     copies, left_over = _unused(parts, weights, autoencoder)
     notes = []

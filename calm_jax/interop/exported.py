@@ -110,7 +110,7 @@ def export(workdir: Workdir, target: pathlib.Path, ae_path: str) -> int:
                 f"{names.AUTOENCODER_PREFIX}{name}": tensor for name, tensor in tensors.items()
             }
         if has_lm:
-            lm = make_lm_task(config, tokenizer, config.eval.published)
+            lm = make_lm_task(config, tokenizer)
             rows = (
                 names.autoregressive_rows(config.lm.model, tied=False)
                 if isinstance(config.lm.head, SoftmaxHeadConfig)

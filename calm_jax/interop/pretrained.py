@@ -105,6 +105,6 @@ def load_pretrained(source: str, tokenizer: str = "", revision: str = "") -> Gen
     mesh = mesh_here(config, plan.tokenizer.vocab_size)
     with jax.set_mesh(mesh):
         params = dict(read_stages(plan, mesh, lambda size: None))
-        task = make_lm_task(config, plan.tokenizer, config.eval.published)
+        task = make_lm_task(config, plan.tokenizer)
     frozen = {"params": params["autoencoder"]} if config.has_autoencoder else {}
     return Generator(task, params["lm"], frozen, plan.tokenizer, config)

@@ -128,7 +128,7 @@ def main(argv: list[str]) -> None:
             f"context is {config.max_chunks}"
         )
     mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1), jax.devices()[:1])
-    lm = make_lm_task(config, tokenizer, config.eval.published)
+    lm = make_lm_task(config, tokenizer)
     params = {"lm": workdir.load_params("lm", lm, mesh)}
     if config.has_autoencoder:
         autoencoder = make_autoencoder_task(config, tokenizer)

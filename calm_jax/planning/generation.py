@@ -129,7 +129,7 @@ def _prefilled(config: Config, topology: Topology, mesh: Mesh, batch: int) -> _P
     words = vocabulary(config.tokenizer)
     ways, num_chunks = num_row_shards(mesh), config.max_chunks
     key = jax.random.key(0)
-    task = make_lm_task(config, words, config.eval.published)
+    task = make_lm_task(config, words)
     params = jax.eval_shape(
         lambda: for_generation(task.init(key), config.compute_dtype, task.stacks, mesh)
     )

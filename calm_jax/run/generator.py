@@ -77,7 +77,7 @@ class Generator:
         config = workdir.config
         mesh = mesh_here(config, workdir.tokenizer.vocab_size)
         with jax.set_mesh(mesh):
-            task = make_lm_task(config, workdir.tokenizer, config.eval.published)
+            task = make_lm_task(config, workdir.tokenizer)
             params, frozen = workdir.load_params("lm", task, mesh), {}
             if config.has_autoencoder:
                 autoencoder = make_autoencoder_task(config, workdir.tokenizer)

@@ -74,7 +74,7 @@ class Run:
 
     @functools.cached_property
     def lm_task(self) -> LmTask:
-        return make_lm_task(self.config, self.tokenizer, self.config.eval.published)
+        return make_lm_task(self.config, self.tokenizer)
 
     def task(self, name: str) -> AutoencoderTask | LmTask:
         return self.autoencoder_task if name == "autoencoder" else self.lm_task

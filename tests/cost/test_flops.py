@@ -116,7 +116,7 @@ def as_xla(config: Config, parts: flops.Flops) -> float:
 )
 def test_flops_of_a_small_lm_step_equal_xlas_count(head):
     tokenizer, config, rows = ByteTokenizer(b""), small(head), 8
-    task = make_lm_task(config, tokenizer, config.eval.published)
+    task = make_lm_task(config, tokenizer)
     params = jax.eval_shape(task.init, jax.random.key(0))
     frozen = {
         "params": jax.eval_shape(make_autoencoder_task(config, tokenizer).init, jax.random.key(0))

@@ -26,7 +26,7 @@ def test_language_models_have_the_papers_number_of_parameters():
 @pytest.mark.parametrize("head", HEADS)
 def test_every_parameter_belongs_to_one_part(head):
     config, words = resolve(quickstart.get_config(f"head={head}")), Vocabulary(500, 499)
-    tasks = {"lm": make_lm_task(config, words, config.eval.published)}
+    tasks = {"lm": make_lm_task(config, words)}
     if config.has_autoencoder:
         tasks["autoencoder"] = make_autoencoder_task(config, words)
     for stage, task in tasks.items():
@@ -43,7 +43,7 @@ def bytes_of(tree) -> int:
 
 def test_state_bytes_equal_the_sizes_of_the_arrays():
     config, words = resolve(calm_m.get_config()), Vocabulary(500, 499)
-    task = make_lm_task(config, words, config.eval.published)
+    task = make_lm_task(config, words)
     params = jax.eval_shape(task.init, jax.random.key(0))
     optimizer = jax.eval_shape(make_optimizer(config.lm.optimizer, 10).init, params)
     other = jax.eval_shape(make_autoencoder_task(config, words).init, jax.random.key(0))

@@ -82,7 +82,8 @@ def model(request, tmp_path_factory):
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         autoencoder = make_autoencoder_task(config, BYTES)
-        task = make_lm_task(config, BYTES, config.eval.equal_context)
+        task = make_lm_task(config, BYTES)
+        task = dataclasses.replace(task, protocol=config.eval.equal_context)
         frozen = {"params": autoencoder.init(jax.random.key(1))}
         params = task.init(jax.random.key(0))
         # Few different chunks, so that samples agree often.

@@ -55,7 +55,7 @@ def tasks(workdir):
     if config.has_autoencoder:
         made["autoencoder"] = make_autoencoder_task(config, tokenizer)
     if workdir.checkpoints("lm").exists():
-        made["lm"] = make_lm_task(config, tokenizer, config.eval.published)
+        made["lm"] = make_lm_task(config, tokenizer)
     return made
 
 
@@ -92,7 +92,7 @@ def random_workdir(folder, arguments, **changes):
         tree.lm.head.num_steps = 100
     tree.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
     config, tokenizer, workdir = resolve(tree), ByteTokenizer(b""), Workdir(folder)
-    made = {"lm": make_lm_task(config, tokenizer, config.eval.published)}
+    made = {"lm": make_lm_task(config, tokenizer)}
     if config.has_autoencoder:
         made["autoencoder"] = make_autoencoder_task(config, tokenizer)
     for seed, (stage, task) in enumerate(made.items()):

@@ -132,7 +132,7 @@ def test_rms_norms_have_the_epsilon_of_the_checkpoint_and_layer_norms_the_hard_c
     source = changed(golden / "energy_k4", tmp_path / "epsilon", {"rms_norm_eps": 1e-3})
     config = plan_of(source).config
     assert (config.lm.model.rms_norm_epsilon, config.lm.model.norm_epsilon) == (1e-3, 1e-6)
-    task = make_lm_task(config, Vocabulary(8, 7), config.eval.published)
+    task = make_lm_task(config, Vocabulary(8, 7))
     assert task.model.head.norm_epsilon == 1e-6
 
 

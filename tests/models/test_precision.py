@@ -125,7 +125,7 @@ def test_the_frozen_autoencoder_multiplies_at_the_highest_precision(monkeypatch)
     # Without the token prior, whose products are in the model's dtype.
     tree.compute_dtype, tree.lm.token_prior_weight = "bfloat16", 0.0
     config, words = resolve(tree), Vocabulary(11, 3)
-    task = build.make_lm_task(config, words, config.eval.published)
+    task = build.make_lm_task(config, words)
     frozen_task = build.make_autoencoder_task(config, words)
     frozen = {"params": jax.eval_shape(frozen_task.init, jax.random.key(0))}
     tokens_PK = jnp.zeros((2, config.chunk_size), jnp.int32)

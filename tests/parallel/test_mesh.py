@@ -48,7 +48,7 @@ def config_of(name, arguments=""):
 def shapes_of(name, arguments=""):
     """The shape of every parameter of a recipe's stages, by "<stage>/<path>"."""
     config = config_of(name, arguments)
-    tasks = {"lm": build.make_lm_task(config, LLAMA, config.eval.published)}
+    tasks = {"lm": build.make_lm_task(config, LLAMA)}
     if config.has_autoencoder:
         tasks["autoencoder"] = build.make_autoencoder_task(config, LLAMA)
     shapes = {}

@@ -29,7 +29,7 @@ tree.lm.model.hidden_size = {WIDTH}
 tree.lm.training.batch_size = 512
 config, words = resolve(tree), Vocabulary({VOCABULARY}, {VOCABULARY - 1})
 mesh = make_mesh(MeshConfig(*json.loads(sys.argv[2])))
-task = make_lm_task(config, words, config.eval.published)
+task = make_lm_task(config, words)
 key, frozen = jax.random.key(0), {{}}
 if config.has_autoencoder:
     frozen = {{"params": jax.eval_shape(make_autoencoder_task(config, words).init, key)}}

@@ -34,7 +34,7 @@ def both_tasks() -> tuple[AutoencoderTask, CalmTask]:
     # Heads of 64 features, which all attention kernels can have.
     tree.lm.model.hidden_size = 128
     config, words = resolve(tree), Vocabulary(259, 258)
-    second = make_lm_task(config, words, config.eval.published)
+    second = make_lm_task(config, words)
     assert isinstance(second, CalmTask)
     return make_autoencoder_task(config, words), second
 

@@ -288,7 +288,7 @@ def params_of(path, stage):
     task = (
         make_autoencoder_task(workdir.config, workdir.tokenizer)
         if stage == "autoencoder"
-        else make_lm_task(workdir.config, workdir.tokenizer, workdir.config.eval.published)
+        else make_lm_task(workdir.config, workdir.tokenizer)
     )
     return workdir.load_params(stage, task, make_mesh(workdir.config.mesh))
 

@@ -129,7 +129,8 @@ def model_of(variant, choice="auto", remat="none"):
     one = tiny(variant)
     model = dataclasses.replace(one.config.lm.model, attention=choice, remat=remat)
     config = dataclasses.replace(one.config, lm=dataclasses.replace(one.config.lm, model=model))
-    return make_lm_task(config, BYTES, Protocol(num_samples=3)), one.params, one.frozen
+    task = dataclasses.replace(make_lm_task(config, BYTES), protocol=Protocol(num_samples=3))
+    return task, one.params, one.frozen
 
 
 def total_and_gradient(loss, params):

@@ -66,7 +66,7 @@ def make_stage(name: str, config: Config):
     frozen = {}
     if config.has_autoencoder:
         frozen = {"params": jax.jit(autoencoder.init)(jax.random.key(5))}
-    return make_lm_task(config, BYTES, config.eval.published), frozen
+    return make_lm_task(config, BYTES), frozen
 
 
 def run_steps(
