@@ -51,6 +51,15 @@ def refuse_url(name: str, given: str) -> None:
         )
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8: a name of a file and a string in JSON may hold lone surrogates, which cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @contextmanager
 def os_errors(what: object, done: str) -> Iterator[None]:
     """Turns an `OSError` inside the `with` block into a `UserError`: `what` cannot be `done`, such as "written"."""

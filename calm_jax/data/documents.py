@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from calm_jax.cli.files import is_unicode
 from calm_jax.data.files import (
     COMPRESSIONS,
     MOST_BYTES,
@@ -99,10 +100,8 @@ def _field(record: Any, reading: Reading, option: str) -> str:
     text = record[name]
     if not isinstance(text, str):
         raise BadRecord("not text", f"field {name!r} is {type(text).__name__}, not a string")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadRecord("lone surrogate", f"field {name!r} has a lone surrogate") from error
+    if not is_unicode(text):
+        raise BadRecord("lone surrogate", f"field {name!r} has a lone surrogate")
     return text
 
 

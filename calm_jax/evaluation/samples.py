@@ -20,7 +20,7 @@ import numpy as np
 
 from calm_jax import brier
 from calm_jax.brier import ORDERS
-from calm_jax.cli.files import read_text
+from calm_jax.cli.files import is_unicode, read_text
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 
@@ -72,13 +72,7 @@ def _records(path: str, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _is_text(value: Any) -> bool:
     """Whether a value is a string of valid Unicode."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    return isinstance(value, str) and is_unicode(value)
 
 
 def _are_tokens(value: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from absl import app, flags
 
 from calm_jax.cli.command import command
-from calm_jax.cli.files import local_path
+from calm_jax.cli.files import is_unicode, local_path
 from calm_jax.cli.flags import parse_flags
 from calm_jax.cli.progress import counted
 from calm_jax.data.files import find_files
@@ -71,14 +71,6 @@ _OPTIONS = (
 )
 
 
-def _is_utf8(path: str) -> bool:
-    try:
-        path.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 @command
 def main(argv: list[str]) -> None:
     for name, value in (
@@ -89,7 +81,7 @@ def main(argv: list[str]) -> None:
         if not value:
             raise UserError(f"give {name}")
     output = local_path(_OUTPUT.value, "--output")
-    if not _is_utf8(os.path.abspath(output)):
+    if not is_unicode(os.path.abspath(output)):
         raise UserError(
             f"--output={_OUTPUT.value!r} is in a folder whose name is not valid UTF-8, which Dask cannot send: give another one"
         )
