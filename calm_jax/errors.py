@@ -27,8 +27,8 @@ class UserError(Exception):
 
 
 def reason_of(error: BaseException) -> str:
-    """The message of a library's error, in one line of at most 300 characters."""
-    return " ".join(str(error).split())[:300]
+    """The message of a library's error, in one line of at most 300 characters; its type if it has no message."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def typed_reason_of(error: BaseException) -> str:

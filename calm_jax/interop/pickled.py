@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, reason_of
 from calm_jax.interop.restricted_pickle import PickledTensor, Refused, state_dict
 
 # Larger than the pickle of any model: the tensors' numbers are in other members.
@@ -66,8 +66,7 @@ def _refusals(path: pathlib.Path) -> Iterator[None]:
     except Refused as error:
         raise UserError(f"{path} is refused: {error}") from error
     except _MALFORMED as error:
-        reason = str(error).split("\n")[0] or type(error).__name__
-        raise UserError(f"{path} is damaged ({reason})") from error
+        raise UserError(f"{path} is damaged ({reason_of(error)})") from error
 
 
 class PickleFile:

@@ -80,7 +80,7 @@ def _compared(folder: pathlib.Path, case: str, run: Callable[..., Comparisons]) 
                 raise ValueError(f"its arrays have more than {_MOST_ARRAY_BYTES >> 20} MiB")
             arrays = Arrays({name: golden[name] for name in golden.files})
     except Exception as error:  # of many kinds, by the place of the damage in an archive
-        yield _failed(case, f"{file} cannot be read ({reason_of(error) or type(error).__name__})")
+        yield _failed(case, f"{file} cannot be read ({reason_of(error)})")
         return
     try:
         for quantity, ours, published in run(folder / case, arrays):
