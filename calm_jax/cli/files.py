@@ -293,14 +293,12 @@ def atomic_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
     with unfinished_folder(path, flag) as unfinished:
         # Checked again, because another process may have made `path` before this one got the lock.
         refuse_existing(path)
-        try:
+        with os_errors(path, "written"):
             yield unfinished
             sync_tree(unfinished)
             ignore_the_next()
             unfinished.rename(path)
             sync(path.parent)
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
         (path / LOCK).unlink(missing_ok=True)
 
 
