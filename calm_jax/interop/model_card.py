@@ -6,8 +6,8 @@ from calm_jax.cli.progress import counted
 from calm_jax.config import Config
 from calm_jax.interop.published import not_carried_over
 from calm_jax.run import report
-from calm_jax.run.run_files import RunFiles
-from calm_jax.run.workdir import Workdir
+from calm_jax.run.run_files import STAGES, RunFiles
+from calm_jax.run.workdir import Workdir, size_of
 from calm_jax.training import checkpoint_files
 
 _HEADS = {
@@ -35,18 +35,16 @@ def _training(config: Config, run: RunFiles) -> list[str]:
     """Steps, tokens and text of the stages that were trained in the workdir."""
     lines = []
     workdir = run.workdir
-    for stage, name in (("autoencoder", "autoencoder"), ("lm", "language model")):
+    for stage, title in STAGES.items():
         steps = checkpoint_files.latest_step(workdir.checkpoints(stage))
         if steps and not (stage == "autoencoder" and config.autoencoder_source):
             rows, tokens = getattr(config, stage).training.batch_size, run.tokens_per_step[stage]
             number = "" if math.isnan(tokens) else f", {steps * tokens:,.0f} tokens in all"
-            lines.append(f"* {name}: {counted(steps, 'step')} of {counted(rows, 'block')}{number}")
-    for name, text in workdir.stored_corpus().items():
-        unit = "tokens" if "tokens" in text else "characters"
-        lines.append(
-            f"* text ({name}): {counted(text['documents'], 'document')}, {text[unit]:,} {unit}"
-        )
-    return lines
+            lines.append(
+                f"* {title.lower()}: {counted(steps, 'step')} of {counted(rows, 'block')}{number}"
+            )
+    texts = workdir.stored_corpus().items()
+    return [*lines, *(f"* text ({name}): {size_of(text)}" for name, text in texts)]
 
 
 def _scores(config: Config, run: RunFiles) -> list[str]:

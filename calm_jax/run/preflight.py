@@ -20,6 +20,7 @@ from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
 from calm_jax.planning import fitting
 from calm_jax.run.dataset import Dataset, read_corpus, reads_train_files
+from calm_jax.run.run_files import STAGES
 from calm_jax.run.workdir import Workdir, describe
 from calm_jax.training import checkpoint_files
 from calm_jax.training.log import read_records
@@ -77,8 +78,7 @@ def _open_source(key: str, name: str, stages: Sequence[str], workdir: Workdir) -
         raise UserError(f"{key}={name!r} is no workdir")
     for stage in stages:
         if not source.has_checkpoint(stage):
-            what = "autoencoder" if stage == "autoencoder" else "language model"
-            raise UserError(f"{key}={name!r} has no trained {what}")
+            raise UserError(f"{key}={name!r} has no trained {STAGES[stage].lower()}")
     return source
 
 

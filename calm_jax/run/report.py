@@ -18,6 +18,7 @@ from calm_jax.cli.files import append_line, nan_to_none, os_errors, sync, write_
 from calm_jax.config import Config
 from calm_jax.errors import UserError, installation
 from calm_jax.evaluation.tradeoff import name_of
+from calm_jax.run.run_files import STAGES
 from calm_jax.run.workdir import Workdir
 
 
@@ -88,15 +89,14 @@ def _scores(results: Mapping[str, Mapping], name: str, floor: str) -> list[tuple
 def rows(results: Mapping[str, Mapping], config: Config, workdir: Workdir) -> list[tuple[str, str]]:
     """The table of results: names and values. For the arguments see `print_results`."""
     shown = []
-    names = {"autoencoder": "autoencoder", "lm": "language model"}
-    for stage, name in names.items():
+    for stage, title in STAGES.items():
         if stage not in results:
             continue
         values = results[stage]
         trained = "converted" if workdir.is_converted else f"step {values['step']}"
         if "training_seconds" in values:
             trained += f", trained in {progress.duration(values['training_seconds'])}"
-        shown.append((name, trained))
+        shown.append((title.lower(), trained))
         if stage == "autoencoder":
             shown += [
                 (

@@ -114,7 +114,8 @@ def describe(corpus: Corpus) -> dict[str, dict]:
     return described
 
 
-def _size(described: dict) -> str:
+def size_of(described: dict) -> str:
+    """The size of a text that `describe` described, in words."""
     unit = "tokens" if "tokens" in described else "characters"
     return f"{counted(described['documents'], 'document')} of {described[unit]:,} {unit}"
 
@@ -261,7 +262,7 @@ class Workdir:
             then = stored.get(split, now)
             if then != now:
                 return (
-                    f"{path}: the {split} text is not the one that the run began with ({_size(then)} then, {_size(now)} now). "
+                    f"{path}: the {split} text is not the one that the run began with ({size_of(then)} then, {size_of(now)} now). "
                     "Possible reasons: other files, other keys of data (without data.validation_files some of the train text is "
                     "held out), or another version of Python, if the text is its standard library"
                 )

@@ -106,7 +106,7 @@ def test_a_model_card_tells_what_is_known(prior, tmp_path):
         "text-generation",
         ["calm"],
     )
-    for part in ("# my-calm\n", "1,234,567 parameters", "7 documents, 1,234 characters"):
+    for part in ("# my-calm\n", "1,234,567 parameters", "7 documents of 1,234 characters"):
         assert part in card
     assert ("| BrierLM | 12.50 ± 0.50 |" in card) == (not prior) and "energy head" in card
     assert "K = 4 tokens" in card
