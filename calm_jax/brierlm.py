@@ -43,8 +43,8 @@ from calm_jax.evaluation.samples import (
     read_references,
     read_samples,
 )
-from calm_jax.parallel.compilation_cache import keep_compiled_programs
-from calm_jax.parallel.host_memory import keep_freed_memory, return_compilers_memory
+from calm_jax.parallel.compilation_cache import set_up_compiler
+from calm_jax.parallel.host_memory import keep_freed_memory
 from calm_jax.run.dataset import Dataset, read_corpus
 from calm_jax.run.generator import Generator
 from calm_jax.run.references import have_tokens_of, samples_of
@@ -185,8 +185,7 @@ def main(argv: list[str]) -> None:
 def _run(written: pathlib.Path | None, output: pathlib.Path | None) -> None:
     """Writes the references to `written`, or scores systems and writes the samples of one to `output`."""
     config = None if _CONFIG.value is None else resolve(_CONFIG.value)
-    keep_compiled_programs()
-    return_compilers_memory()
+    set_up_compiler()
     if written is not None:
         if config is None:
             raise UserError("--write_references needs a run: --config=configs/workdir.py:DIR")

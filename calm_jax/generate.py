@@ -26,8 +26,8 @@ from calm_jax.cli.flags import define_fraction, given_folder, parse_flags
 from calm_jax.cli.output import new_file, owned_output, write_result
 from calm_jax.errors import UserError
 from calm_jax.parallel import startup
-from calm_jax.parallel.compilation_cache import keep_compiled_programs
-from calm_jax.parallel.host_memory import keep_freed_memory, return_compilers_memory
+from calm_jax.parallel.compilation_cache import set_up_compiler
+from calm_jax.parallel.host_memory import keep_freed_memory
 from calm_jax.parallel.startup import multihost_command
 
 if TYPE_CHECKING:
@@ -228,8 +228,7 @@ def main(argv: list[str]) -> None:
         output = new_file(output, "--output", _OVERWRITE.value)
     prompts = _prompts()
     _start_processes()
-    keep_compiled_programs()
-    return_compilers_memory()
+    set_up_compiler()
     given = {flag.name: flag.value for flag in (*_OPTIONS, _SEED, _WORKDIR, _OUTPUT)}
     multihost.check_same(lambda: given | {"prompts": prompts})
     with multihost.entered_once(owned_output(_OUTPUT, _OVERWRITE.value)):

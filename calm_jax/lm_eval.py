@@ -14,8 +14,8 @@ from absl import app, flags
 
 from calm_jax.cli.command import command
 from calm_jax.errors import UserError, installation
-from calm_jax.parallel.compilation_cache import keep_compiled_programs
-from calm_jax.parallel.host_memory import keep_freed_memory, return_compilers_memory
+from calm_jax.parallel.compilation_cache import set_up_compiler
+from calm_jax.parallel.host_memory import keep_freed_memory
 
 
 def _is_of_the_harness(error: BaseException) -> bool:
@@ -37,8 +37,7 @@ def main(argv: list[str]) -> None:
     except ImportError as error:
         raise UserError(f"this command needs {error.name}: {installation('eval')}") from error
     model_registry.register("calm_jax", target="calm_jax.run.harness:HarnessModel")
-    keep_compiled_programs()
-    return_compilers_memory()
+    set_up_compiler()
     try:
         cli_evaluate()
     except (ValueError, OSError) as error:

@@ -16,8 +16,8 @@ from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import define_recipe, parse_flags
 from calm_jax.errors import UserError
 from calm_jax.parallel import startup
-from calm_jax.parallel.compilation_cache import keep_compiled_programs
-from calm_jax.parallel.host_memory import keep_freed_memory, return_compilers_memory
+from calm_jax.parallel.compilation_cache import set_up_compiler
+from calm_jax.parallel.host_memory import keep_freed_memory
 from calm_jax.parallel.startup import multihost_command
 
 _CONFIG = define_recipe("Python file with the recipe, such as configs/quickstart.py")
@@ -77,8 +77,7 @@ def main(argv: list[str]) -> None:
                 raise UserError(f"{name} has no meaning with --mode=eval: leave it out")
     profile = Profile(*_profiled_steps(_PROFILE.value), str(path / "profile"))
     _start_processes()
-    keep_compiled_programs()
-    return_compilers_memory()
+    set_up_compiler()
     if _MODE.value == "eval":
         recipe.run_evaluation(config, workdir)
     else:

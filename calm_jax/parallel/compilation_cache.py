@@ -5,8 +5,16 @@ import os
 import pathlib
 import platform
 
+from calm_jax.parallel.host_memory import return_compilers_memory
+
 # Programs that compile in less time than this are not cached.
 _LEAST_SECONDS = 0.2
+
+
+def set_up_compiler() -> None:
+    """To be called by a command before its first program: keeps compiled programs, and returns the compiler's memory."""
+    keep_compiled_programs()
+    return_compilers_memory()
 
 
 def keep_compiled_programs() -> None:

@@ -21,8 +21,8 @@ from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError, installation
-from calm_jax.parallel.compilation_cache import keep_compiled_programs
-from calm_jax.parallel.host_memory import keep_freed_memory, return_compilers_memory
+from calm_jax.parallel.compilation_cache import set_up_compiler
+from calm_jax.parallel.host_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from calm_jax.config import Config
@@ -111,8 +111,7 @@ def main(argv: list[str]) -> None:
         for name, folder in names.items()
     }
     with _listen() as listener:
-        keep_compiled_programs()
-        return_compilers_memory()
+        set_up_compiler()
         models = {}
         for name, folder in names.items():
             generator = Generator.load(folder)
