@@ -15,7 +15,6 @@ from calm_jax.errors import UserError, require_at_least
 from calm_jax.parallel import multihost
 from calm_jax.parallel.mesh import sharded_shapes
 from calm_jax.parallel.multihost import AgreedError
-from calm_jax.training import tensorstore_leak
 from calm_jax.training.checkpoint_files import (
     check_step,
     damage,
@@ -78,7 +77,6 @@ class Checkpointer:
           keep: how many of the latest checkpoints are kept.
           check_folder: called before each save; raises `UserError` if `folder` must not be written to.
         """
-        tensorstore_leak.avoid()
         self.folder, self._check_folder = folder, check_folder
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
