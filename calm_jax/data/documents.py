@@ -30,7 +30,7 @@ from calm_jax.data.files import (
     state,
     too_long,
 )
-from calm_jax.errors import UserError, reason_of, typed_reason_of
+from calm_jax.errors import UserError, reason_of, require_one_of, typed_reason_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,7 @@ class Reading:
 
     def __post_init__(self) -> None:
         name = self.flags.removeprefix("--config.")
-        if self.on_bad_record not in ("raise", "skip"):
-            raise UserError(f"{name}on_bad_record={self.on_bad_record!r} must be 'raise' or 'skip'")
+        require_one_of(f"{name}on_bad_record", self.on_bad_record, ("raise", "skip"))
         for key in ("min_characters", "max_words"):
             if getattr(self, key) < 0:
                 raise UserError(f"{name}{key}={getattr(self, key)} must not be negative")

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from calm_jax.data.tokenizers import Tokenizer
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_one_of
 
 # The target at a position without loss. Pads that fill a document's last chunk are ordinary targets.
 MASKED = -100
@@ -35,12 +35,8 @@ class BlockConfig:
                 "data.isolate_documents=True needs data.align_documents_to_chunks=True: a chunk must not hold "
                 "tokens of two documents, because attention masks whole chunks"
             )
-        if self.front_fill not in ("none", "random"):
-            raise UserError(f"data.front_fill={self.front_fill!r} must be 'none' or 'random'")
-        if self.packing not in ("windows", "documents", "published"):
-            raise UserError(
-                f"data.packing={self.packing!r} must be 'windows', 'documents' or 'published'"
-            )
+        require_one_of("data.front_fill", self.front_fill, ("none", "random"))
+        require_one_of("data.packing", self.packing, ("windows", "documents", "published"))
 
     def frame(self, chunk_size: int) -> "Frame":
         """The special tokens around each document, for chunks of `chunk_size` tokens."""

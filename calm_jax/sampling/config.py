@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from calm_jax.errors import UserError, require_at_least, shown
+from calm_jax.errors import UserError, require_at_least, require_one_of, shown
 from calm_jax.sampling import temperature as law
 
 # The most draws for one chunk, and the most that are compared in pairs (16 MiB of comparisons for 4096 draws).
@@ -131,10 +131,7 @@ class SampleConfig(SamplerConfig):
                 f"max_draws={self.max_draws} must be at most {MOST_COMPARED} with prompt_alignment='match', which compares "
                 "all draws in pairs"
             )
-        if self.long_context not in ("refuse", "slide"):
-            raise UserError(
-                f"long_context={self.long_context!r} must be 'refuse' or 'slide' (attend to the last chunks only)"
-            )
+        require_one_of("long_context", self.long_context, ("refuse", "slide"))
         if not self.prompts:
             raise UserError("sample.prompts=() must hold at least one prompt; '' starts a document")
 

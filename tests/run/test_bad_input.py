@@ -209,7 +209,7 @@ SAMPLE = {
     ("energy", "--batch_size=0"): "--batch_size=0 must be at least 1",
     ("energy", "--stop="): "--stop=''",
     ("energy", "--prompt_alignment=right"): "--prompt_alignment='right' must be",
-    ("energy", "--long_context=cut"): "--long_context='cut' must be",
+    ("energy", "--long_context=cut"): "--long_context='cut' is none of refuse, slide",
     ("energy", "--seed=-1"): "--seed=-1 must be in [0, 2**32)",
     ("energy", "--seed=4294967296"): "--seed=4294967296 must be in",
     ("energy", "--max_tokens=2000"): "prompt 0 has 2 tokens; with max_tokens=2000",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from calm_jax.data.documents import Reading
 from calm_jax.data.files import library
 from calm_jax.data.packing import Frame
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_one_of
 
 KEY = "--input"
 # The largest allowed values.
@@ -50,10 +50,8 @@ class Options:
 
     def __post_init__(self) -> None:
         _ = self.reading  # checks its own fields
-        if self.front_fill not in ("none", "random"):
-            raise UserError(f"--front_fill={self.front_fill!r} must be 'none' or 'random'")
-        if self.packing not in ("all", "published"):
-            raise UserError(f"--packing={self.packing!r} must be 'all' or 'published'")
+        require_one_of("--front_fill", self.front_fill, ("none", "random"))
+        require_one_of("--packing", self.packing, ("all", "published"))
         if self.packing == "published" and self.block_tokens < 1:
             raise UserError(
                 f"--block_tokens={self.block_tokens}: --packing=published needs the size of blocks, as in --block_tokens=8192"
