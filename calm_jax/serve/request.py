@@ -219,7 +219,7 @@ def _field(fields: dict[str, Any], name: str, kind: type) -> Any:
         # Clipped, because a huge int does not fit into a float. No option allows such a value.
         value = float(max(-(10**9), min(value, 10**9)))
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
-        raise RequestError(400, f"{name} must be {_NAMES[kind]}", name)
+        raise RequestError(400, f"{name}={json.dumps(value)} must be {_NAMES[kind]}", name)
     return value
 
 
