@@ -405,6 +405,7 @@ def fit_here(
     """
     programs: dict[Config, jax.stages.Compiled | None] = {}
     began = time.monotonic()
+    print(f"{stage}: compiling the training step", flush=True)
 
     def measure(one: Config) -> Need:
         task, _, optimizer = stage_of(one, stage, tokenizer)

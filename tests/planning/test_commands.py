@@ -50,6 +50,11 @@ COMMANDS = (
 )
 
 
+# The commands leave the choice between "none" and "full" to the program, which takes the faster one that fits. So they fit if "full"
+# does, and the other need not be compiled here.
+LEAST_MEMORY = "--config.lm.model.remat=full"
+
+
 def planned(text: str, topology: str) -> list[tuple[str, ...]]:
     """The options of the plans of a command, one for each stage and one for its evaluations; a script without --config trains CALM-M."""
     options = [word for word in shlex.split(text) if word.startswith("--config")]
@@ -59,14 +64,16 @@ def planned(text: str, topology: str) -> list[tuple[str, ...]]:
         else ["--config=configs/calm_m.py"]
     )
     return [
-        (*recipe, *options, f"--topology={topology}", f"--stage={stage}")
-        for stage in ("autoencoder", "lm", "evaluate")
+        (*recipe, *options, *least, f"--topology={topology}", f"--stage={stage}")
+        for stage, least in (("autoencoder", ()), ("lm", (LEAST_MEMORY,)), ("evaluate", ()))
     ]
 
 
 # Large models and second stages take longest, and come first: with two processes the last one has not to be waited for.
 PLANS = sorted(
-    {one for _, text, topology in COMMANDS for one in planned(text, topology)}, reverse=True
+    {one for _, text, topology in COMMANDS for one in planned(text, topology)},
+    key=lambda one: ("--stage=lm" in one, one),
+    reverse=True,
 )
 
 
