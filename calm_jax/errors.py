@@ -33,7 +33,8 @@ def reason_of(error: BaseException) -> str:
 
 def typed_reason_of(error: BaseException) -> str:
     """`reason_of` after the error's type, for messages that may be short, such as a missing key."""
-    return f"{type(error).__name__}: {reason_of(error)}"
+    kind, reason = type(error).__name__, reason_of(error)
+    return kind if reason == kind else f"{kind}: {reason}"
 
 
 def shown(number: float) -> str:

@@ -13,12 +13,17 @@
 # Needs: Python 3.11, 3.12 or 3.13 with venv (on Debian and Ubuntu the package python3-venv), a connection to PyPI for the
 # installation, 3 GB of memory. The installation has no GPU or TPU support: the model is made for a CPU.
 # Costs: 5 minutes after the installation for the default recipe on two cores of an AMD EPYC (Zen 5), 10 minutes on two of an
-# Intel Xeon (Ice Lake, 2.8 GHz) (README.md); 3.6e13 floating-point operations. For comparison: CALM-M with its autoencoder is 3.47e20 FLOPs (calm_jax/cost/flops.py).
+# Intel Xeon (Ice Lake, 2.8 GHz) (README.md); 3.6e13 floating-point operations. For comparison: CALM-M with its autoencoder is
+# 3.47e20 FLOPs (calm_jax/cost/flops.py).
 set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-[[ " $*" == *" --config="* ]] || set -- --config=configs/quickstart.py "$@"
+has_recipe=0
+for flag in "$@"; do
+    [[ $flag != --config=* ]] || has_recipe=1
+done
+((has_recipe)) || set -- --config=configs/quickstart.py "$@"
 take_flags "$@"
 
 # Sets `python` to an interpreter that calm_jax supports and that can make an environment.
@@ -48,5 +53,5 @@ if ((!is_current)); then
     run touch "$installed"
 fi
 attend .venv/bin/python -m calm_jax.main "${flags[@]}"
-((status || dry_run)) || [[ $called_from == "$root" ]] || echo "(in the folder $root)"
+((status || dry_run)) || [[ $called_from == "$root" ]] || echo "These commands are for the folder $root: cd there first."
 exit "$status"

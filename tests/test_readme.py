@@ -195,6 +195,19 @@ def test_the_quickstart_takes_another_recipe_in_the_place_of_its_own(checkout):
     assert call(checkout, other)[2][-1] == f"-m calm_jax.main {other}"
 
 
+def test_the_quickstart_says_in_which_folder_its_commands_work(checkout):
+    """Where it was called from another one."""
+    line = f"These commands are for the folder {checkout}: cd there first."
+    script = ["bash", str(checkout / "launch" / "quickstart.sh")]
+    path = f"{checkout.parent / 'bin'}:/usr/bin:/bin"
+    for folder, printed in ((checkout.parent, line), (checkout, "")):
+        environment = {"PATH": path, "CALLS": str(checkout.parent / "calls")}
+        done = subprocess.run(
+            script, cwd=folder, env=environment, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == printed
+
+
 def test_the_quickstart_repeats_an_installation_that_failed(checkout):
     assert call(checkout, PIP="1") == (1, INSTALLING, [VENV, INSTALL])
     assert call(checkout) == (0, INSTALLING, [VENV, INSTALL, TRAIN])

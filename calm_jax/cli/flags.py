@@ -33,9 +33,9 @@ def _status_of_help() -> int:
 def _in_words(message: str) -> str:
     """Python's messages for words that are no numbers, such as "invalid literal for int() with base 10: 'x'", in other words."""
     message = re.sub(
-        r"invalid literal for int\(\) with base 10: '.*'", "give a whole number", message
+        r"invalid literal for int\(\) with base \d+: .*", "give a whole number", message
     )
-    return re.sub(r"could not convert string to float: '.*'", "give a number", message)
+    return re.sub(r"could not convert string to float: .*", "give a number", message)
 
 
 @contextlib.contextmanager

@@ -390,7 +390,7 @@ def fit_here(
     key: Array,
     mesh: Mesh,
 ) -> FittedStep:
-    """Chooses the automatic keys of a stage for the devices that this run has, and prints the choice.
+    """Chooses the automatic keys of a stage for the devices that this run has. Prints a line before it compiles, and the choice.
 
     Args:
       config: the recipe.

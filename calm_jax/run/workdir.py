@@ -47,7 +47,7 @@ from calm_jax.data.corpus import Corpus, Source
 from calm_jax.data.documents import Document
 from calm_jax.data.shards import PreparedText
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, reason_of
 from calm_jax.parallel import multihost
 from calm_jax.tasks import AutoencoderTask, LmTask, Params
 from calm_jax.training import checkpoint, checkpoint_files
@@ -190,7 +190,10 @@ class Workdir:
         try:
             return read_json(self._config_path)
         except (OSError, ValueError) as error:
-            raise UserError(f"{self._config_path} cannot be read ({error})") from error
+            why = getattr(error, "strerror", None) or reason_of(error)
+            raise UserError(
+                f"{self._config_path} cannot be read ({why}): give the folder of another run"
+            ) from error
 
     @functools.cached_property
     def config(self) -> Config:

@@ -17,6 +17,8 @@ from calm_jax.sampling.config import CALM_ONLY, SampleConfig
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 # The most characters of a message, which may quote what the client sent.
 _LONGEST_MESSAGE = 500
+# Python refuses to read the digits of a number that is several times as long. No field takes one as long as this.
+_MOST_DIGITS = 1000
 
 # Fields of OpenAI's interface that this server does not have: they are accepted with these values, which change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -194,8 +196,15 @@ def load(body: bytes) -> dict[str, Any]:
             fields[name] = value
         return fields
 
+    def whole(digits: str) -> int:
+        if len(digits) > _MOST_DIGITS:
+            raise RequestError(
+                400, f"a number has {len(digits)} digits: give at most {_MOST_DIGITS}"
+            )
+        return int(digits)
+
     try:
-        fields = json.loads(body, parse_constant=refuse, object_pairs_hook=once)
+        fields = json.loads(body, parse_int=whole, parse_constant=refuse, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not JSON: {error}") from error
     if not isinstance(fields, dict):
@@ -219,7 +228,9 @@ def _field(fields: dict[str, Any], name: str, kind: type) -> Any:
         # Clipped, because a huge int does not fit into a float. No option allows such a value.
         value = float(max(-(10**9), min(value, 10**9)))
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
-        raise RequestError(400, f"{name}={json.dumps(value)} must be {_NAMES[kind]}", name)
+        # Lists and objects may be too deep to be written.
+        quoted = "" if isinstance(value, list | dict) else f"={json.dumps(value)}"
+        raise RequestError(400, f"{name}{quoted} must be {_NAMES[kind]}", name)
     return value
 
 

@@ -24,7 +24,8 @@ FULL_DISK = "error: No space left on device, for the output or a file: make room
     "flag, words",
     [
         ("--seed=abc", "--seed=abc: give a whole number"),
-        ("--top_p=x", "--top_p=x: give a number"),
+        ("--seed=0xg", "--seed=0xg: give a whole number"),
+        ("--top_p=a'b", "--top_p=a'b: give a number"),
         *(
             (f"--temperature={value}", "give a number such as 0.5, or a fraction such as 1/3")
             for value in ("1/", "1/0", "1/2/3", "half")

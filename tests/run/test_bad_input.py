@@ -112,6 +112,7 @@ def test_an_argument_for_a_recipe_that_takes_none_is_refused(capsys, monkeypatch
 # A recipe file, and what the message must contain.
 BAD_RECIPES = {
     "x = 1 / 0": "ZeroDivisionError: division by zero",
+    "assert False": "AssertionError",
     "x = missing": "NameError: name 'missing' is not defined",
     "import no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
     "open('/nowhere/x')": "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/x'",

@@ -279,11 +279,7 @@ DEEP = b'{"prompt": ' + 4000 * b"[" + 4000 * b"]" + b"}"
         (b'{"prompt": "a", "temperature": NaN}', "the body is not JSON: NaN"),
         (b'{"prompt": "a", "temperature": -Infinity}', "the body is not JSON: -Infinity"),
         (b'{"prompt": "a", "temperature": 1e999}', "temperature=Infinity must be a finite number"),
-        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "the body is not JSON: Exceeds"),
-        (b'{"prompt": "a", "seed": ' + b"9" * 4300 + b"}", "seed=999"),
-        (b'{"prompt": ["a", "b"], "n": ' + b"9" * 4300 + b"}", "2 prompts with n=999"),
-        (b'{"prompt": [' + b"9" * 4300 + b"]}", "prompt 0: token id 999"),
-        (b'{"prompt": "a", "max_tokens": -' + b"9" * 4300 + b"}", "max_tokens=-999"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "a number has 5000 digits"),
         (DEEP, ""),
         (b'{"prompt": "\\ud800"}', "prompt 0, '\\ud800', is not valid Unicode text"),
         ([], "the body must be a JSON object"),
@@ -359,6 +355,13 @@ def test_bad_requests_are_refused_with_status_400_and_a_reason(port, body, messa
     assert answer["error"]["param"] in (None, "n", "prompt", name)
     assert name != "prompt" or answer["error"]["param"] == "prompt"
     assert len(json.dumps(answer)) < 1000
+
+
+def test_a_value_of_any_depth_is_refused(port):
+    """Also of one that is just not too deep to be read, and too deep to be quoted."""
+    for depth in range(900, 1001, 2):
+        body = b'{"prompt": "a", "user": ' + depth * b"[" + depth * b"]" + b"}"
+        assert send(port, body)[0] == 400
 
 
 def test_a_message_that_quotes_much_keeps_its_reason(port):
