@@ -162,14 +162,12 @@ class _RecipeParser(flags.ArgumentParser):
 
     def __init__(self, argv: list[str] | None):
         self._argv = argv
-        self._given = ""
 
     def parse(self, recipe_flag: str) -> ConfigDict:
-        if self._given:
-            raise UserError(
-                f"--config is given twice, as {self._given} and as {recipe_flag}: give one recipe"
-            )
-        self._given = recipe_flag
+        words = sys.argv if self._argv is None else self._argv
+        given = [word for word in words[1:] if re.match("--?config(=|$)", word)]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)}: give one recipe")
         local_path(recipe_flag, "--config")
         file, *argument = recipe_flag.split(":", 1)
         # `pathlib.Path.is_file` would raise an error for a name that is too long.

@@ -133,6 +133,12 @@ def test_the_message_names_a_recipe_that_fails_and_its_error(
     assert line == f"error: --config={recipe}: {BAD_RECIPES[content]}"
 
 
+def test_two_recipes_are_refused(capsys, monkeypatch):
+    recipes = "--config=configs/calm_m.py", "--config=configs/calm_l.py"
+    line = refuse(capsys, monkeypatch, *recipes, "--config.seed=1")
+    assert line == f"error: {' and '.join(recipes)}: give one recipe"
+
+
 def test_the_message_names_a_bad_recipe_argument(capsys, monkeypatch):
     """All of them are in tests/test_config.py, as are the values that a head does not support."""
     line = refuse(capsys, monkeypatch, "--config=configs/quickstart.py:head=nope")
