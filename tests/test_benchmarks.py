@@ -219,7 +219,7 @@ def test_files_without_a_common_case_are_refused(tmp_path):
 
 # --- The published code in turn
 
-# A program in the place of the one that times the published code.
+# A program instead of the one that times the published code.
 BENCH = """
 import json, os, sys
 print("a warning")

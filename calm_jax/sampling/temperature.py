@@ -120,7 +120,7 @@ def log_weights(count_BN: Array, temperature: float, leave_out: bool) -> tuple[A
 
     Returns:
         Log-weights of the draws, float [B, N], not normalised; and the level, int [B]: the whole number that was used
-        in the place of n.
+        instead of n.
     """
     whole, fraction = split_exponent(temperature)
     tables = _weight_tables(whole, fraction, count_BN.shape[1])
