@@ -3,7 +3,7 @@
 #
 #   launch/quickstart.sh [--config=configs/quickstart.py] [--workdir=runs/quickstart] [--config.KEY=VALUE ...] [--dry_run]
 #
-# Another recipe, such as --config=configs/quickstart.py:head=flow, has another default workdir.
+# Another recipe, such as --config=configs/quickstart.py:head=energy, has another default workdir.
 #
 # All flags but --dry_run are those of python -m calm_jax.main. The environment is .venv in the checkout; it is made and filled
 # when it is missing, or older than requirements.txt, constraints.txt or pyproject.toml. Given again, the command continues an

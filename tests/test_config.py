@@ -499,7 +499,9 @@ def test_only_a_run_that_trained_its_tokenizer_keeps_how(path, differing, traini
 @pytest.mark.parametrize(
     "arguments, temperature, targets, prior",
     [
-        ("", 0.5, 16, 2),
+        ("", 0.5, None, 2),
+        ("k=2", 0.5, None, 2),
+        ("head=energy", 0.5, 16, 2),
         ("k=1", 0.5, 16, 2),
         ("k=4", 1, 0, 2),
         ("k=8", 1, 0, 2),
@@ -514,6 +516,8 @@ def test_what_the_quickstart_changes_by_head_and_chunk_size(arguments, temperatu
     assert (config.sample.temperature, config.sample.sampler) == (temperature, "pooled")
     assert getattr(config.lm.head, "num_target_samples", None) == targets
     assert config.lm.token_prior_weight == prior
+    if "head=" not in arguments:
+        assert config.lm.head.name == ("flow" if config.chunk_size == 2 else "energy")
     if config.lm.head.name == "flow":
         assert (config.lm.head.num_samples, config.lm.head.num_steps) == (4, 2)
 

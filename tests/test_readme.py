@@ -107,7 +107,7 @@ def _spelt_out(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_key_that_a_page_names_is_there(page):
-    trees = [quickstart.get_config(), quickstart.get_config("head=flow")]
+    trees = [quickstart.get_config("head=energy"), quickstart.get_config("head=flow")]
     text = PAGES[page]
     given = re.findall(r"--config\.([a-z{][\w.,{}]+)=", text)
     sections = "|".join(name for name, value in trees[0].items() if hasattr(value, "keys"))
@@ -191,7 +191,7 @@ def test_the_quickstart_installs_once_and_runs_each_time(checkout):
 
 
 def test_the_quickstart_takes_another_recipe_in_the_place_of_its_own(checkout):
-    other = "--config=configs/quickstart.py:head=flow"
+    other = "--config=configs/quickstart.py:head=energy"
     assert call(checkout, other)[2][-1] == f"-m calm_jax.main {other}"
 
 

@@ -29,7 +29,7 @@ class Here(Topology):
 
 @pytest.mark.slow
 def test_a_chunk_takes_one_pass_over_the_weights_and_the_cache():
-    recipe = quickstart.get_config()
+    recipe = quickstart.get_config("head=energy")
     recipe.sample.sampler = "pooled"
     config = resolve(recipe)
     one, four = (plan_decode(config, Here("v5e", "1x1"), batch, 1) for batch in (1, 4))
@@ -50,7 +50,7 @@ def test_a_chunk_takes_one_pass_over_the_weights_and_the_cache():
 
 
 def test_the_token_predictors_weights_are_read_with_a_token_prior_alone():
-    recipe = quickstart.get_config()
+    recipe = quickstart.get_config("head=energy")
     with_prior, predictor = resolve(recipe), sizes.language_model(resolve(recipe), 4096)
     recipe.lm.token_prior_weight = 0.0
     more = generation._weight_bytes(with_prior, 4096) - generation._weight_bytes(
@@ -62,7 +62,7 @@ def test_the_token_predictors_weights_are_read_with_a_token_prior_alone():
 @pytest.mark.slow
 def test_decoding_that_the_compiler_refuses_does_not_fit(monkeypatch):
     """Of the hardware's 16 GiB the compiler has only 15.75 left for programs."""
-    recipe = quickstart.get_config()
+    recipe = quickstart.get_config("head=energy")
     recipe.sample.sampler = "pooled"
     hardware, compile_program, compiled = Here("v5e", "1x1"), fitting.compile_program, []
 
