@@ -241,11 +241,17 @@ def alias(name: str) -> str | None:
 
 
 def with_aliases(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Published tensors under all their names."""
-    return {
-        **tensors,
-        **{other: tensor for name, tensor in tensors.items() if (other := alias(name))},
+    """Published tensors under all their names.
+
+    Only first names have a second one: the diffusion and flow heads have the second name of the energy head's tensors alone.
+    """
+    second = {
+        name.replace(one, other): tensor
+        for name, tensor in tensors.items()
+        for one, other in _ALIASES
+        if one in name
     }
+    return {**tensors, **second}
 
 
 def find(rows: list[Row], tensors: Mapping[str, TensorInfo], like: Mapping) -> list[Row]:
