@@ -155,6 +155,10 @@ class CALM(nn.Module):
         """
         return self.backbone(self.embed(tokens_BLK), memory)
 
+    def embedded(self, tokens_BLK: Array) -> Array:
+        """The inputs of the transformer, one vector per chunk, [B, L, D]."""
+        return self.embed(tokens_BLK)
+
     def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
         """The head's loss at each position, float32 [P]: hidden states against the latents of the next chunks."""
         return self.head.loss(h_PD, posterior, key_P)

@@ -199,15 +199,15 @@ def test_a_converted_energy_model_computes_the_recorded_numbers(name, loaded):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "time"), [("diffusion", "t"), ("flow", "t_index")])
-def test_a_converted_head_computes_the_recorded_numbers(name, time, loaded):
+@pytest.mark.parametrize(
+    ("name", "time", "method"), [("diffusion", "t", "predict"), ("flow", "t_index", "velocity")]
+)
+def test_a_converted_head_computes_the_recorded_numbers(name, time, method, loaded):
     made, trees, golden = loaded(name, f"{name}_head")
     variables = {"params": trees["lm"]["head"]}
     arguments = (jnp.asarray(golden[key]) for key in ("x_t", time))
     state, index = (x[:, None] for x in arguments)
-    output = made["lm"].model.head.apply(
-        variables, state, index, golden["z"], method=lambda head, *inputs: head.net(*inputs)
-    )
+    output = made["lm"].model.head.apply(variables, state, index, golden["z"], method=method)
     assert_near(output, golden["net_out"])
 
 

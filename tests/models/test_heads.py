@@ -103,8 +103,7 @@ def test_an_untrained_diffusion_head_predicts_zero_noise_and_zero_v():
     """The error of the noise is then the mean square of the noise."""
     head = build_head("diffusion", 4)
     variables, time_PN = initial(head), np.array([[0, 500, 999]] * 2)
-    inputs = (normal(2, 3, 4), time_PN, normal(2, D))
-    output = head.apply(variables, *inputs, method=lambda head, *inputs: head.net(*inputs))
+    output = head.apply(variables, normal(2, 3, 4), time_PN, normal(2, D), method="predict")
     np.testing.assert_array_equal(output, np.zeros((2, 3, 8)))
     noise = normal(2, 3, 4, seed=1)
     error, _ = loss_terms(output, normal(2, 3, 4), noise, time_PN)

@@ -96,9 +96,7 @@ def energy_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
     eps_PMZ = jnp.asarray(golden["energy_eps"].swapaxes(0, 1))
 
     variables = {"params": params}
-    embedded: Any = task.model.apply(
-        variables, tokens_BLK[:, :-1], method=lambda model, tokens: model.embed(tokens)
-    )
+    embedded: Any = task.model.apply(variables, tokens_BLK[:, :-1], method="embedded")
     yield "input embeddings", embedded, golden["inputs_embeds"]
     yield "hidden states", task.hidden(params, tokens_BLK), golden["hidden_states"]
 

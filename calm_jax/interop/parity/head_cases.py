@@ -68,7 +68,7 @@ def diffusion_head_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
     state = diffusion.diffused(trained, target, noise, step_P)
     yield "diffused state", state, golden["x_t"]
     yield "time features", time_features(step_P[:5]), golden["timestep_embedding"]
-    output = lm.net(params, state[:, None], step_P[:, None], h_PD)[:, 0]
+    output = lm.head(params, state[:, None], step_P[:, None], h_PD, method="predict")[:, 0]
     yield "network", output, golden["net_out"]
     error_P, bound_P = diffusion.loss_terms(output, target, noise, step_P)
     yield "error of the noise", error_P, golden["mse"]
@@ -87,7 +87,7 @@ def diffusion_head_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
     state, step = jnp.asarray(golden["step_x"]), jnp.asarray(golden["step_t"])
     time = jnp.asarray(sampled.time)[step]
     h_PD = jnp.asarray(golden["step_z"])
-    output = lm.net(params, state[:, None], time[:, None], h_PD)[:, 0]
+    output = lm.head(params, state[:, None], time[:, None], h_PD, method="predict")[:, 0]
     to = diffusion.reverse(sampled, output, state, step)
     yield "step: mean", to.mean, golden["step_mean"]
     yield "step: log variance", to.log_variance, golden["step_log_variance"]
@@ -147,7 +147,7 @@ def flow_head_case(folder: pathlib.Path, golden: Arrays) -> Comparisons:
     params, head = lm.params, lm.task.model.head
     h_PD, time_P = jnp.asarray(golden["z"]), jnp.asarray(golden["t"])
     time_index = jnp.asarray(golden["t_index"])[:, None]
-    velocity = lm.net(params, _one(golden["x_t"]), time_index, h_PD)
+    velocity = lm.head(params, _one(golden["x_t"]), time_index, h_PD, method="velocity")
     yield "velocity", velocity[:, 0], golden["net_out"]
 
     def loss(params: Params) -> jax.Array:

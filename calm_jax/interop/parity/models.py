@@ -1,7 +1,6 @@
 """Models of this project with the parameters of published checkpoints."""
 
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -73,16 +72,10 @@ class _PublishedLm:
         """Token ids [B, T] as chunks [B, L, K]."""
         return jnp.asarray(ids.reshape(len(ids), -1, self.task.chunk_size), jnp.int32)
 
-    def head(
-        self, params: Params, *arguments: Any, method: str | Callable[..., Any] | None = None
-    ) -> Any:
+    def head(self, params: Params, *arguments: Any, method: str | None = None) -> Any:
         """Calls a method of the head alone; `params` are those of the whole model."""
         variables = {"params": params["head"]}
         return self.task.model.head.apply(variables, *arguments, method=method)
-
-    def net(self, params: Params, *arguments: Any) -> Any:
-        """Calls the network of a diffusion or flow head alone; `params` are those of the whole model."""
-        return self.head(params, *arguments, method=lambda head, *inputs: head.net(*inputs))
 
 
 class PublishedLlama(_PublishedLm):

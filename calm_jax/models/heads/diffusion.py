@@ -214,7 +214,6 @@ class DiffusionHead(nn.Module):
     stacks: ClassVar[Stacks] = (("net", "blocks"),)
 
     def setup(self):
-        # Its output [P, N, 2 Z] is noise and v.
         self.net = AdaLNMLP(
             self.config.num_blocks,
             self.hidden_size,
@@ -222,6 +221,10 @@ class DiffusionHead(nn.Module):
             self.norm_epsilon,
             self.dtype,
         )
+
+    def predict(self, state_PNZ: Array, time: Array, h_PD: Array) -> Array:
+        """The network's output [P, N, 2 Z]: noise and v."""
+        return self.net(state_PNZ, time, h_PD)
 
     def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
         """The loss at each position, float32 [P]: the mean over N targets, each with its own step and noise."""

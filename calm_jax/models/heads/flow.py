@@ -63,7 +63,6 @@ class FlowHead(nn.Module):
     stacks: ClassVar[Stacks] = (("net", "blocks"),)
 
     def setup(self):
-        # Its output [P, N, Z] is the velocity, at integer times in thousandths.
         self.net = AdaLNMLP(
             self.config.num_blocks,
             self.hidden_size,
@@ -71,6 +70,10 @@ class FlowHead(nn.Module):
             self.norm_epsilon,
             self.dtype,
         )
+
+    def velocity(self, state_PNZ: Array, time: Array, h_PD: Array) -> Array:
+        """The velocity [P, N, Z] at integer times in thousandths; `AdaLNMLP` says which shapes they may have."""
+        return self.net(state_PNZ, time, h_PD)
 
     def loss(self, h_PD: Array, posterior: Posterior, key_P: Array) -> Array:
         """The loss at each position, float32 [P]: the mean over N targets, each with its own time and noise."""
