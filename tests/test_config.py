@@ -822,14 +822,11 @@ def test_a_stored_config_resolves_to_the_same_config(name, tmp_path):
     assert (sample.prompts, sample.stop) == (("one", "two", "three"), ("\n\n",))
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [(None, "is no workdir"), ("{", "cannot be read"), ("", "cannot be read")],
-)
-def test_the_error_for_a_folder_that_is_no_workdir_names_it(content, reason, tmp_path):
+@pytest.mark.parametrize("content", [None, "{", ""])
+def test_the_error_for_a_folder_that_is_no_workdir_names_it(content, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match=reason) as caught:
+    with pytest.raises(UserError, match="is no workdir") as caught:
         stored.get_config(str(tmp_path))
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 

@@ -192,7 +192,7 @@ class Workdir:
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or reason_of(error)
             raise UserError(
-                f"{self._config_path} cannot be read ({why}): give the folder of another run"
+                f"{self.path} is no workdir: {self._config_path} cannot be read ({why}); give the folder of a run"
             ) from error
 
     @functools.cached_property
