@@ -1,7 +1,7 @@
 """Ends a command that would hang because the machine's clock was set back.
 
 Two libraries wait some milliseconds by the wall clock, which is not monotonic: if the clock is set back by a day, they wait for
-a day. TensorStore, which writes checkpoints, so waits between the starts of two threads, and Dask between two messages.
+a day. TensorStore, which reads and writes checkpoints, so waits between the starts of two threads, and Dask between two messages.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def ends_if_set_back(name: str, waits: str, goes_on: str) -> Iterator[None]:
     interpreter waits for the libraries' threads.
 
     Args:
-      name: the folder that is written to, for the line.
+      name: the folder that is read or written, for the line.
       waits: what would wait for the clock, such as "the checkpoint".
       goes_on: what the same command then does.
     """

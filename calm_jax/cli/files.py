@@ -14,7 +14,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -30,6 +30,8 @@ _MOST_BYTES = 2**30
 _PIECE = 2**20
 # How long an ended command waits for what the threads of a library still write.
 _SECONDS_OF_LATE_WRITES = 0.2
+# How often it tries to delete what they write to.
+_MOST_ATTEMPTS = 10
 
 
 def local_path(name: str, flag: str) -> pathlib.Path:
@@ -236,6 +238,32 @@ def _delete_owned(folder: pathlib.Path) -> None:
         raise
 
 
+def _delete_after_late_writes(folder: pathlib.Path, check: Callable[[], None]) -> None:
+    """`_delete_owned` after an error, as on a full disk: threads of Orbax still write for a moment.
+
+    If they make the folder again, it gets a file `lock`, by which the next command knows it as its own.
+
+    Args:
+      folder: the owned folder.
+      check: raises `UserError` if the folder is no longer the owned one.
+
+    Raises:
+      UserError or OSError: if something cannot be deleted.
+    """
+    for attempt in range(1, _MOST_ATTEMPTS + 1):
+        check()
+        try:
+            _delete_owned(folder)
+            break
+        except (UserError, OSError):
+            if attempt == _MOST_ATTEMPTS:
+                raise
+            time.sleep(_SECONDS_OF_LATE_WRITES)
+    time.sleep(_SECONDS_OF_LATE_WRITES)
+    if folder.exists():
+        (folder / LOCK).touch()
+
+
 @contextmanager
 def unfinished_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
     """Owns `.NAME.unfinished` beside `path` inside the `with` block: an empty folder for what becomes `path`, or for its lock.
@@ -263,13 +291,7 @@ def unfinished_folder(path: pathlib.Path, flag: str) -> Iterator[pathlib.Path]:
             yield unfinished
         except BaseException:
             with suppress(UserError, OSError):
-                check()
-                _delete_owned(unfinished)
-                # After an error, as on a full disk, threads of Orbax still write for a moment, and may make the folder again. By
-                # its file `lock` the next command knows it as its own.
-                time.sleep(_SECONDS_OF_LATE_WRITES)
-                if unfinished.exists():
-                    (unfinished / LOCK).touch()
+                _delete_after_late_writes(unfinished, check)
             raise
         # It is still there if it was not renamed. If it was, another process may have made a new one, which is left alone.
         with suppress(UserError, OSError):

@@ -80,11 +80,15 @@ def writing(folder: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
-    """Turns every error while a checkpoint is read into a `UserError`: for damaged files Orbax raises many types."""
+    """Turns every error while a checkpoint is read into a `UserError`: for damaged files Orbax raises many types.
+
+    Ends the process if it waits for a clock that was set back.
+    """
     hide_late_errors()
     try:
         _check_files(folder, step)
-        yield
+        with ends_if_set_back(str(folder), "reading the checkpoint", "reads it again"):
+            yield
     except Exception as error:
         if step != latest_step(folder):
             raise UserError(

@@ -225,7 +225,7 @@ def test_a_folder_of_somebody_else_where_a_new_one_is_made_is_kept(lock, tmp_pat
     assert (unfinished / "file").read_text() == "precious"
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1, 0.5])
 def test_what_a_thread_still_writes_after_an_error_is_no_obstacle_to_the_next_command(
     seconds, tmp_path
 ):
