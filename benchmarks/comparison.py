@@ -3,8 +3,8 @@
     python -m benchmarks.learning --arms=benchmarks/comparison.py[:FLOPS] --folder=DIR --seeds=0,1,2
 
 FLOPS is the training budget of stage 2, the same for each arm. Stage 1 is trained before it, once for each K. Every arm is
-`configs/quickstart.py` with its K, the energy head and as many steps as the budget allows; "k2-flow" has the flow head, and "k4-as-published" the paper's
-losses, latents and numbers of samples.
+`configs/quickstart.py` with its K and as many steps as the budget allows; "k1" to "k8" have the energy head, "k1-flow" to "k8-flow"
+the flow head, and "k4-as-published" the paper's losses, latents and numbers of samples.
 """
 
 from benchmarks.arms import config_of, step_flops
@@ -45,8 +45,7 @@ def get_arms(budget: str = "2.5e13") -> dict[str, list[str]]:
         arms[f"k{K}-autoencoder"] = _stage_1(f"k={K}")
         shared = f"--config.autoencoder.checkpoint={{k{K}-autoencoder}}"
         arms[f"k{K}"] = _stage_2(f"k={K},head=energy", each, shared)
-    shared = "--config.autoencoder.checkpoint={k2-autoencoder}"
-    arms["k2-flow"] = _stage_2("k=2,head=flow", each, shared)
+        arms[f"k{K}-flow"] = _stage_2(f"k={K},head=flow", each, shared)
     arms["k4-as-published-autoencoder"] = _stage_1("k=4", *_PUBLISHED_STAGE_1)
     shared = "--config.autoencoder.checkpoint={k4-as-published-autoencoder}"
     arms["k4-as-published"] = _stage_2("k=4", each, shared, *_PUBLISHED_STAGE_2)

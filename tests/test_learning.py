@@ -101,7 +101,7 @@ def test_arms_of_the_comparison_have_equal_flops(tmp_path):
     found = arms.runs(comparison.get_arms("2e13"), [0, 1], tmp_path)
     configs = {path: arms.config_of(words) for path, words in found.items()}
     trained = [config for config in configs.values() if "lm" in config.stages]
-    assert len(trained) == 14 and len(configs) == 19
+    assert len(trained) == 20 and len(configs) == 25
     for config in trained:
         step = arms.step_flops(config, "lm")
         assert abs(config.lm.training.num_steps * step - 2e13) <= step / 2

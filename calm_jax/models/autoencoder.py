@@ -20,7 +20,6 @@ from calm_jax.models import vocabulary
 from calm_jax.models.layers import SwiGLU, linear, linear_in_float32, look_up, normal_init
 from calm_jax.models.stack import Stacks, scanned
 from calm_jax.parallel.constraints import constrain
-from calm_jax.parallel.loops import unrolled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +79,7 @@ class ResidualMLP(nn.Module):
 
 
 def _stack(parent: "Autoencoder", num_layers: int) -> nn.Module:
-    loop = scanned(parent, ResidualMLP, num_layers, (nn.broadcast,), unrolled(num_layers))
+    loop = scanned(parent, ResidualMLP, num_layers, (nn.broadcast,))
     return loop(parent.config, parent.dtype)
 
 

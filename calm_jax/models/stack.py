@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from calm_jax.models.layers import in_compute_dtype
 from calm_jax.parallel.devices import GPUS
+from calm_jax.parallel.loops import unrolled
 from calm_jax.parallel.products import PRODUCT
 
 # The paths of stacks in a tree of parameters.
@@ -39,7 +40,7 @@ def scanned(
     layer: Callable[..., nn.Module],
     length: int,
     in_axes: tuple[Any, ...],
-    unroll: int,
+    is_loop: bool = False,
 ) -> Callable[..., nn.Module]:
     """The class of a loop over `length` layers with stacked parameters; the arguments are those of `stack`."""
     is_new = parent.is_initializing()
@@ -50,7 +51,7 @@ def scanned(
         in_axes=in_axes,
         length=length,
         # Drawing the parameters of each layer in a program of its own would only take longer to compile.
-        unroll=1 if is_new else unroll,
+        unroll=1 if is_new or is_loop else unrolled(length),
         # The check traces each layer a second time. It stays where parameters are drawn, as it advances their random numbers:
         # without it a seed would give other first parameters.
         check_constancy_invariants=is_new,
@@ -64,7 +65,7 @@ def stack(
     name: str,
     length: int,
     in_axes: tuple[Any, ...],
-    unroll: int,
+    is_loop: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """`length` equal layers, each applied to the result of the one before it, with parameters of its own.
 
@@ -75,13 +76,13 @@ def stack(
         name: of the stack.
         length: number of layers.
         in_axes: for each of the `inputs`, as for `nn.scan`: 0 for arrays with an axis of layers, `nn.broadcast` for the others.
-        unroll: as for `nn.scan`; has no meaning where the layers' parameters are apart.
+        is_loop: whether stacked layers are a loop also where they would be `unrolled`.
 
     Returns:
         The function `(x, *inputs) -> (x, outputs)`; outputs are stacked along a first axis of layers.
     """
     if not parent.has_variable("params", f"{name}_0"):
-        return scanned(parent, layer, length, in_axes, unroll)(*arguments, name=name)
+        return scanned(parent, layer, length, in_axes, is_loop)(*arguments, name=name)
 
     def one_by_one(x: Any, *inputs: Any) -> tuple[Any, Any]:
         outputs = []
@@ -94,14 +95,14 @@ def stack(
     return one_by_one
 
 
-def keeping_products(layer: type[nn.Module], unroll: int) -> Callable[..., nn.Module]:
-    """The layer, whose backward pass keeps only the results of products, and computes norms and activations again.
+def keeping_products(layer: type[nn.Module], length: int) -> Callable[..., nn.Module]:
+    """The layer of a `stack` of `length`, whose backward pass keeps only the results of products, and computes norms and activations
+    again.
 
-    On accelerators, storing and reading the norms and activations of N draws at each position would take longer. unroll: that of
-    its `stack`.
+    On accelerators, storing and reading the norms and activations of N draws at each position would take longer.
     """
     kept = jax.checkpoint_policies.save_only_these_names(PRODUCT)
-    return nn.remat(layer, prevent_cse=unroll > 1, policy=kept)
+    return nn.remat(layer, prevent_cse=unrolled(length) > 1, policy=kept)
 
 
 def _at(index: int, axis: Any, tree: Any) -> Any:

@@ -164,15 +164,15 @@ class Transformer(nn.Module):
         read: Memory | UnslicedLayer | None = None if memory is None else memory.for_layers()
         # Prompts and forks read each kernel for many rows, so that a loop costs nothing. It compiles faster.
         is_long = isinstance(memory, Fork) or (isinstance(memory, KVCache) and num_new > 1)
-        unroll = 1 if is_long else unrolled(config.num_layers)
         is_on_cpu = target_device().platform == "cpu"
         if isinstance(memory, KVCache) and not is_long and memory.key.size and is_on_cpu:
             read = UnslicedLayer(memory, jnp.arange(config.num_layers))
         kept = _REMAT_POLICIES[config.remat]
-        block = Block if kept is None else nn.remat(Block, prevent_cse=unroll > 1, policy=kept)
+        is_unrolled = not is_long and unrolled(config.num_layers) > 1
+        block = Block if kept is None else nn.remat(Block, prevent_cse=is_unrolled, policy=kept)
         in_axes = _per_layer(read), nn.broadcast
         layers = stack(
-            self, block, (config, self.dtype), "layers", config.num_layers, in_axes, unroll
+            self, block, (config, self.dtype), "layers", config.num_layers, in_axes, is_long
         )
         with jax.named_scope("backbone"):
             x_BLD = constrain(x_BLD.astype(self.dtype))

@@ -17,7 +17,6 @@ from calm_jax.losses import Posterior
 from calm_jax.models.layers import layer_norm, linear, linear_in_float32, normal_init, silu
 from calm_jax.models.stack import keeping_products, stack
 from calm_jax.parallel.constraints import constrain
-from calm_jax.parallel.loops import unrolled
 
 # The time embedding has this many cosines and as many sines; the longest wavelength is 2 pi times _LONGEST_PERIOD.
 _NUM_FREQUENCIES = 128
@@ -116,15 +115,13 @@ class AdaLNMLP(nn.Module):
             condition_PD = linear(width, dtype, "condition", kernel_init=_xavier)(h_PD)
             active = silu(t + condition_PD[:, None])
             x_PND = linear(width, dtype, "input", kernel_init=_xavier)(x_PNZ.astype(dtype))
-            unroll = unrolled(self.num_blocks)
             blocks = stack(
                 self,
-                keeping_products(ModulatedBlock, unroll),
+                keeping_products(ModulatedBlock, self.num_blocks),
                 (self.norm_epsilon, dtype),
                 "blocks",
                 self.num_blocks,
                 (nn.broadcast,),
-                unroll,
             )
             x_PND, _ = blocks(x_PND, active)
             zeros = nn.initializers.zeros

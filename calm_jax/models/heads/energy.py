@@ -28,7 +28,6 @@ from calm_jax.models.layers import (
 )
 from calm_jax.models.stack import Stacks, keeping_products, stack
 from calm_jax.parallel.constraints import constrain, gathered_kernel
-from calm_jax.parallel.loops import unrolled
 from calm_jax.parallel.products import matrix_product
 
 
@@ -119,15 +118,13 @@ class EnergyHead(nn.Module):
             condition_PD = layer_norm(epsilon, dtype, "hidden_norm")(
                 linear(width, dtype, "hidden")(h_PD)
             )
-            unroll = unrolled(self.config.num_blocks)
             blocks = stack(
                 self,
-                keeping_products(NoiseBlock, unroll),
+                keeping_products(NoiseBlock, self.config.num_blocks),
                 (epsilon, dtype),
                 "blocks",
                 self.config.num_blocks,
                 (nn.broadcast,),
-                unroll,
             )
             x_PND, _ = blocks(x_PND, condition_PD)
             x_PND = layer_norm(epsilon, dtype, "output_norm")(x_PND)
