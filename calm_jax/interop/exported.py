@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pathlib
+import shutil
 from typing import Any
 
 import flax.traverse_util
@@ -47,15 +48,16 @@ def _write(folder: pathlib.Path, values: dict[str, Any], tensors: dict[str, np.n
     """Writes config.json and model.safetensors."""
     import safetensors.numpy
 
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+    config.write_text(text, encoding="utf-8")
     try:
         # Hugging Face's loader requires this metadata.
-        safetensors.numpy.save_file(
-            names.with_aliases(tensors), folder / "model.safetensors", metadata={"format": "pt"}
-        )
+        safetensors.numpy.save_file(names.with_aliases(tensors), weights, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:
-        raise UserError(f"{folder}/model.safetensors cannot be written ({error})") from error
-    text = json.dumps(values, indent=2, sort_keys=True) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+        raise UserError(f"{weights} cannot be written ({error})") from error
+    # safetensors makes a file that only its owner can read.
+    shutil.copymode(config, weights)
 
 
 def _write_tokenizer(folder: pathlib.Path, tokenizer: Tokenizer) -> None:

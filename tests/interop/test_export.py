@@ -71,6 +71,8 @@ def test_the_exported_autoencoder_folder_is_found_and_keeps_its_config(plan_of, 
     workdir = random_workdir(tmp_path / "ours", "head=energy", **changes)
     out = tmp_path / "out"
     export(workdir, out, "autoencoder")
+    # Whoever may read one file may read all.
+    assert len({path.stat().st_mode for path in out.rglob("*") if path.is_file()}) == 1
     assert (out / "README.md").read_text().startswith("---\nlibrary_name: calm_jax\n")
     # The autoencoder is found by ae_path, and beside the weights once the whole export has moved.
     for plan in (
