@@ -172,6 +172,7 @@ take_flags() {
     for flag in "$@"; do
         case $flag in
             --dry_run) dry_run=1 ;;
+            --dry | --dry-run | --dryrun) fail "there is no flag $flag: write --dry_run" ;;
             *)
                 [[ $flag == *=* ]] || ! has_paths "$flag" || fail "write $flag=VALUE, with an equals sign"
                 flags+=("$(with_absolute_paths "$flag")")

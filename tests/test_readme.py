@@ -227,6 +227,11 @@ def test_the_quickstart_refuses_other_pythons_in_one_line(checkout):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("flag", ["--dry", "--dryrun", "--dry-run"])
+def test_a_misspelt_dry_run_of_the_quickstart_installs_nothing(flag, checkout):
+    assert call(checkout, flag) == (2, f"error: there is no flag {flag}: write --dry_run\n", [])
+
+
 def test_the_quickstarts_dry_run_does_nothing(checkout):
     before = sorted(checkout.rglob("*"))
     assert call(checkout, "--dry_run") == (0, "", [])
