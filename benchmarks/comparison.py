@@ -48,5 +48,5 @@ def get_arms(budget: str = "2.5e13") -> dict[str, list[str]]:
         arms[f"k{K}-flow"] = _stage_2(f"k={K},head=flow", each, shared)
     arms["k4-as-published-autoencoder"] = _stage_1("k=4", *_PUBLISHED_STAGE_1)
     shared = "--config.autoencoder.checkpoint={k4-as-published-autoencoder}"
-    arms["k4-as-published"] = _stage_2("k=4", each, shared, *_PUBLISHED_STAGE_2)
+    arms["k4-as-published"] = _stage_2("k=4,head=energy", each, shared, *_PUBLISHED_STAGE_2)
     return arms

@@ -93,8 +93,8 @@ def _trained(folder: str) -> tuple[Bind, Any, Array]:
 
 
 def _task_of_sizes() -> CalmTask:
-    """The quickstart's task with the sizes of the flags, K = 4, four head blocks and latents of size 64."""
-    tree = quickstart.get_config("k=4")
+    """The quickstart's task with the sizes of the flags, K = 4, the energy head with four blocks, and latents of size 64."""
+    tree = quickstart.get_config("head=energy,k=4")
     tree.tokenizer.kind = "bytes"
     autoencoder, model = tree.autoencoder.model, tree.lm.model
     autoencoder.latent_size = 64

@@ -3,7 +3,7 @@ shorter tokens, none of them for a run of spaces, and the dropout, KL weight, ra
 
     python -m calm_jax.main --config=benchmarks/tokens_512.py[:head=NAME,k=K]
 
-The energy head scores its draws against the posterior's mean. The runs of docs/experiments.md that do not say so had 16 draws of
+Without arguments it has the energy head, which scores its draws against the posterior's mean. The runs of docs/experiments.md that do not say so had 16 draws of
 the posterior (--config.lm.head.num_target_samples=16), and a loss that is gone (its section "The decoded Brier loss").
 """
 
@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from configs import quickstart
 
 
-def get_config(arguments: str = "k=4") -> ConfigDict:
+def get_config(arguments: str = "head=energy,k=4") -> ConfigDict:
     config = quickstart.get_config(arguments)
     config.tokenizer.vocab_size, config.tokenizer.whitespace_pieces = 512, False
     if config.lm.head.name == "energy":

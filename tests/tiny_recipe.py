@@ -7,7 +7,7 @@ from configs import common, quickstart
 
 def get_config(arguments: str) -> ConfigDict:
     train_files, _, changes = arguments.partition(",")
-    config = quickstart.get_config("k=4")
+    config = quickstart.get_config("head=energy,k=4")
     config.data.train_files = train_files
     config.data.holdout_every = 3
     config.tokenizer.kind = "bytes"
