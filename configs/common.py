@@ -193,7 +193,8 @@ def get_config() -> ConfigDict:
     config.sample.long_context = "refuse"
     # Prompts continued together, at most; rounded up so that each device that generation uses has as many.
     config.sample.batch_size = 8
-    # Prompts of the samples that are written at the end of training.
+    # Prompts of the samples that are written at the end of training. Empty: those of the first held-out records, whose completions
+    # are shown beside them; without records, the start of a document.
     config.sample.prompts = ("The ", "In the year ")
 
     # --- The run ------------------------------------------------------------------------------------

@@ -71,7 +71,8 @@ def get_config(argument: str = "") -> ConfigDict:
 
 
 def _set_for_records(config: ConfigDict) -> None:
-    """Token prior and temperature for answers that are to be exact."""
+    """Samples of the records; token prior and temperature for answers that are to be exact."""
+    config.sample.prompts = ()
     if config.lm.token_prior_weight:
         # The token predictor learns new answers in a few hundred steps. Generation follows it more closely than scores do, so that
         # the head's draws need not be exact (docs/experiments.md).

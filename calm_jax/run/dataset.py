@@ -123,6 +123,10 @@ class Dataset:
             return source
         return _InMemory(source, self._tokenizer)
 
+    def held_out_records(self, most: int) -> list[Document]:
+        """The first held-out documents with prompts, at most so many."""
+        return self._validation.documents[:most] if self._validation.are_records else []
+
     @property
     def has_train(self) -> bool:
         """Whether there is training text. Scoring alone needs none."""

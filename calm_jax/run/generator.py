@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.cli.files import local_path
 from calm_jax.config import Config
+from calm_jax.data.documents import Document
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 from calm_jax.models.stack import for_generation
@@ -241,13 +242,30 @@ class Generator:
 
 
 def sample_text(
-    task: LmTask, params: Params, frozen: Params, tokenizer: Tokenizer, config: Config
+    task: LmTask,
+    params: Params,
+    frozen: Params,
+    tokenizer: Tokenizer,
+    config: Config,
+    records: Sequence[Document],
 ) -> tuple[str, list[Continuation]]:
-    """Continues the prompts of `config.sample` at the end of training. Returns the text of samples.txt, and the continuations."""
+    """Continues the prompts of `config.sample` at the end of training, or those of `records` if it has none.
+
+    Returns the text of samples.txt, and the continuations.
+    """
     # A prompt that is longer than the model's context must not end the run with an error.
     options = dataclasses.replace(config.sample, long_context="slide")
     generator = Generator(task, params, frozen, tokenizer, config)
-    done = generator.generate(options.prompts, options, config.seed)
+    # Without records, such as if the validation text is running text: the start of a document.
+    shown = (
+        [(prompt, "") for prompt in options.prompts]
+        or [(record.prompt or "", f", completion: {record.text!r}") for record in records]
+        or [("", "")]
+    )
+    done = generator.generate([prompt for prompt, _ in shown], options, config.seed)
     head = f"seed {config.seed}, {generator.describe(done, options)}"
-    parts = [f"--- prompt: {one.prompt!r} ---\n{one.prompt}{one.text}" for one in done]
+    parts = [
+        f"--- prompt: {one.prompt!r}{expected} ---\n{one.prompt}{one.text}"
+        for one, (_, expected) in zip(done, shown, strict=True)
+    ]
     return "\n\n".join([head, *parts]) + "\n", done

@@ -36,6 +36,9 @@ from calm_jax.training.checkpoint import Checkpointer
 from calm_jax.training.log import MetricsLog
 from calm_jax.training.loop import Profile, Stage, Trainer, training_key
 
+# How many held-out records are sampled at the end of training.
+_SAMPLED_RECORDS = 4
+
 
 class Run:
     """The objects that all stages of a run share.
@@ -250,8 +253,12 @@ def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Pro
         not overwrite and workdir.exists and preflight.is_finished(config, workdir)
     ):
         multihost.run_on_all(lambda: workdir.check_config(config, training=True))
+        changed = differences(as_dict(config), as_dict(workdir.config))
+        names = ", ".join(f"{key}={ours!r}" for key, ours, _ in changed[:3])
+        more = f" and {len(changed) - 3} more keys" if len(changed) > 3 else ""
+        without_effect = f" (without effect: {names}{more})" if changed else ""
         print(
-            f"{workdir.path} is finished, there is nothing to do: --mode=eval scores it again, a larger "
+            f"{workdir.path} is finished, there is nothing to do{without_effect}: --mode=eval scores it again, a larger "
             f"--config.{config.stages[-1]}.training.num_steps continues it, --overwrite starts anew"
         )
         return
@@ -298,7 +305,10 @@ def _train_and_report(run: Run, profile: Profile) -> None:
         params = run.train("lm", frozen, evaluator, profile)
         results["lm"] = run.validate("lm", evaluator, params, frozen)
         results["floor"] = brier.as_values(run.text.floor())
-        samples, done = generator.sample_text(run.lm_task, params, frozen, run.tokenizer, config)
+        records = run.text.held_out_records(_SAMPLED_RECORDS)
+        samples, done = generator.sample_text(
+            run.lm_task, params, frozen, run.tokenizer, config, records
+        )
         lines = "".join(map(as_line, done))
         multihost.write_once(run.check_owned)
         multihost.write_once(lambda: write_atomically(workdir.samples_path, samples))

@@ -132,8 +132,6 @@ class SampleConfig(SamplerConfig):
                 "all draws in pairs"
             )
         require_one_of("long_context", self.long_context, ("refuse", "slide"))
-        if not self.prompts:
-            raise UserError("sample.prompts=() must hold at least one prompt; '' starts a document")
 
     @property
     def sampler_config(self) -> SamplerConfig:

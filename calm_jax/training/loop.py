@@ -217,7 +217,9 @@ class Trainer:
         stage, config = self._stage, self._stage.training
         self._progress = Progress(stage.name, self._first_step, config.num_steps)
         if self._first_step:
-            self._progress.note(f"resumed at step {self._first_step}")
+            is_past = self._first_step > config.num_steps
+            past = f", past num_steps={config.num_steps}: nothing is trained" * is_past
+            self._progress.note(f"resumed at step {self._first_step}{past}")
         self._logged_at = time.monotonic()
         self._logged_step, self._seconds = self._first_step, self._log.seconds(stage.name)
         self._skipped = int(self._state.nonfinite_total)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 
 import jax
@@ -301,6 +302,9 @@ def test_fine_tuning_starts_from_the_given_parameters(trained, record_file, text
     shutil.copytree(trained, given)
     out = finetune(given, first, record_file, "--config.lm.training.num_steps=1")
     assert "BrierLM" in out
+    # The samples are of held-out records.
+    found = re.findall(r"^--- prompt: '(\d+) \+ 1 =', completion: ' (\d+)' ---$", out, re.MULTILINE)
+    assert len(found) == 4 and all(int(b) == int(a) + 1 for a, b in found)
     sources = {stage: params_of(trained, stage) for stage in ("autoencoder", "lm")}
     for stage, source in sources.items():
         jax.tree.map(np.testing.assert_array_equal, params_of(first, stage), source)

@@ -40,7 +40,8 @@ def test_a_run_prints_its_table_and_writes_its_files(finished):
 def test_a_second_call_on_a_finished_run_changes_nothing(finished, text_glob):
     workdir, _ = finished
     before = (workdir / "metrics.jsonl").read_bytes()
-    assert "nothing to do" in train(text_glob, workdir)
+    out = train(text_glob, workdir, "--config.lm.optimizer.learning_rate=0.5")
+    assert "there is nothing to do (without effect: lm.optimizer.learning_rate=0.5): " in out
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
@@ -55,7 +56,9 @@ def test_a_validation_of_which_the_log_has_lost_a_part_is_done_again(finished, t
         if (record["stage"], record["split"]) == ("autoencoder", "validation"):
             del record["token_accuracy_from_sample"]
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in records))
-    assert "autoencoder: evaluating the whole validation split" in train(text_glob, workdir)
+    out = train(text_glob, workdir, "--config.lm.training.num_steps=10")
+    assert "autoencoder: evaluating the whole validation split" in out
+    assert "lm: resumed at step 12, past num_steps=10: nothing is trained" in out
     found, expected = (
         json.loads((one / "results.json").read_text())["autoencoder"]
         for one in (workdir, finished[0])
