@@ -332,10 +332,22 @@ async def _answer_refusal(request: Request, error: Exception) -> Response:
     return JSONResponse(as_json(error), error.status, error.headers)
 
 
+def _routes(app: Starlette) -> str:
+    """The method and path of each route that has no parameter, for messages."""
+    routes = [one for one in app.routes if isinstance(one, Route) and "{" not in one.path]
+    return ", ".join(
+        f"{'POST' if 'POST' in (one.methods or ()) else 'GET'} {one.path}" for one in routes
+    )
+
+
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    refusal = RequestError(error.status_code, message)
+    reason = error.detail
+    if error.status_code == 404:
+        reason = f"this server has {_routes(request.app)}, and no chat format"
+    elif error.status_code == 405 and error.headers:
+        reason = f"send {' or '.join(sorted(error.headers['Allow'].split(', ')))} to this path"
+    refusal = RequestError(error.status_code, f"{request.method} {request.url.path}: {reason}")
     return JSONResponse(as_json(refusal), error.status_code, error.headers)
 
 

@@ -371,20 +371,24 @@ def test_a_message_that_quotes_much_keeps_its_reason(port):
     assert len(message) == 500 and message.endswith("' is given twice: give it once")
 
 
+ROUTES = "this server has GET /, POST /v1/completions, GET /v1/models, GET /health, GET /metrics, and no chat format"
+
+
 @pytest.mark.parametrize(
-    "status, request_",
+    "status, request_, message",
     [
-        (404, {"body": {"prompt": "a", "model": "gpt-5"}}),
-        (404, {"body": {}, "path": "/v1/chat/completions"}),
-        (404, {"body": b"", "path": "/../../etc/passwd", "method": "GET"}),
-        (405, {"body": b"", "method": "GET"}),
-        (413, {"body": {"prompt": "a" * 10_001}}),
-        (415, {"body": {"prompt": "a"}, "Content-Type": "text/plain"}),
+        (404, {"body": {"prompt": "a", "model": "gpt-5"}}, "'gpt-5' is not served here"),
+        (404, {"body": {}, "path": "/v1/chat/completions"}, f"POST /v1/chat/completions: {ROUTES}"),
+        (404, {"body": b"", "path": "/../../etc/passwd", "method": "GET"}, ROUTES),
+        (405, {"body": b"", "method": "GET"}, "GET /v1/completions: send POST to this path"),
+        (405, {"body": {}, "path": "/v1/models"}, "POST /v1/models: send GET or HEAD to this path"),
+        (413, {"body": {"prompt": "a" * 10_001}}, "the body must have at most"),
+        (415, {"body": {"prompt": "a"}, "Content-Type": "text/plain"}, "must be application/json"),
     ],
 )
-def test_other_refusals_have_their_own_status(port, status, request_):
+def test_other_refusals_have_their_own_status_and_reason(port, status, request_, message):
     got, _, answer = send(port, **request_)
-    assert got == status and answer["error"]["message"]
+    assert got == status and message in answer["error"]["message"]
 
 
 def test_a_name_that_is_not_this_machines_is_not_answered(port):
