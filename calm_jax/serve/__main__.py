@@ -9,6 +9,7 @@ the port can use the model.
 
 from __future__ import annotations
 
+import errno
 import math
 import pathlib
 import socket
@@ -35,7 +36,13 @@ _COMPARE = flags.DEFINE_string(
 _HOST = flags.DEFINE_string(
     "host", "127.0.0.1", "address to listen on; by default this machine alone"
 )
-_PORT = flags.DEFINE_integer("port", 8000, "port to listen on; 0 for a free one, which is printed")
+_PORT = flags.DEFINE_integer(
+    "port",
+    8000,
+    "port to listen on; 0 for a free one, which is printed",
+    lower_bound=0,
+    upper_bound=65535,
+)
 _MODEL = flags.DEFINE_string("model", "", "name of the model; that of the folder if empty")
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size", 0, "texts continued together; 0 for sample.batch_size of the model's config"
@@ -83,9 +90,15 @@ def _listen() -> socket.socket:
     family = socket.AF_INET6 if ":" in _HOST.value else socket.AF_INET
     try:
         return socket.create_server((_HOST.value, _PORT.value), family=family, backlog=1024)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"--port={_PORT.value}: another program listens there: give another --port, or 0 for a free one"
+            ) from error
+        # Python adds the address, which the message begins with.
+        reason = str(error.strerror).partition(" (while ")[0]
         raise UserError(
-            f"--host={_HOST.value} --port={_PORT.value}: cannot listen there ({error})"
+            f"--host={_HOST.value} --port={_PORT.value}: cannot listen there ({reason})"
         ) from error
 
 

@@ -711,8 +711,9 @@ def test_bad_flags_end_the_command_with_one_line(tmp_path):
         cases = [
             ([], "give the folder of a trained model"),
             ([f"--workdir={tmp_path}", "--port=0"], f"{tmp_path} is no workdir"),
-            ([workdir, f"--port={port}"], f"--host=127.0.0.1 --port={port}: cannot listen there"),
-            ([workdir, "--port=99999"], "--host=127.0.0.1 --port=99999: cannot listen there"),
+            ([workdir, f"--port={port}"], f"--port={port}: another program listens there: give"),
+            ([workdir, "--host=10.9.8.7"], "--host=10.9.8.7 --port=8000: cannot listen there (C"),
+            (["--port=99999"], "flag --port=99999: "),
             (
                 [workdir, "--port=0", "--limit_texts=0"],
                 "--limit_texts=0 must be positive and finite",
