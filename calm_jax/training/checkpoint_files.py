@@ -22,6 +22,8 @@ _NOT_DAMAGE = (
 )
 # Words by which to recognise errors about arrays that are missing, or have other shapes than the config says.
 _OTHER_ARRAYS = ("not compatible with the stored shape", "tree structures do not match")
+# The most characters of a library's message that are quoted.
+_MOST_REASON = 600
 # Bytes of the largest metadata file that a checkpoint may have. Files of arrays, in folders named `d`, may be larger.
 _MOST_DESCRIPTION_BYTES = 2**30
 # Bytes of a file that are copied at once.
@@ -97,23 +99,32 @@ def errors_named(folder: pathlib.Path, step: int | None) -> Iterator[None]:
             ) from error
         if isinstance(error, UserError):
             raise
-        if isinstance(error, MemoryError) or any(word in str(error) for word in _NOT_DAMAGE):
+        told = _told(error)
+        reason = _first_line(told)
+        if isinstance(error, MemoryError) or any(word in str(told) for word in _NOT_DAMAGE):
             raise UserError(
-                f"the checkpoint {folder / str(step)} cannot be read ({_first_line(error)})"
+                f"the checkpoint {folder / str(step)} cannot be read ({reason})"
             ) from error
         if any(words in str(error) for words in _OTHER_ARRAYS):
             # The rest of Orbax's message is advice on its own options.
-            reason = _first_line(error).split(". ")[0]
+            reason = reason.split(". ")[0]
             raise UserError(
                 f"config.json and the checkpoint {folder / str(step)} do not match ({reason}): config.json has changed since "
                 "it was saved, or the checkpoint is damaged"
             ) from error
-        raise UserError(damage(folder, step, _first_line(error))) from error
+        raise UserError(damage(folder, step, reason)) from error
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+def _first_line(error: BaseException) -> str:
+    """The first line of a library's message, without TensorStore's description of how it reads an array."""
+    line = str(error).strip().partition("\n")[0].partition(" [tensorstore_spec")[0]
+    return line[:_MOST_REASON].rstrip(":") or type(error).__name__
+
+
+def _told(error: Exception) -> BaseException:
+    """TensorStore's error, which has the reason, where Orbax's error about it describes the array alone."""
+    is_description = "See full TensorStore details" in str(error)
+    return error.__cause__ or error if is_description else error
 
 
 def damage(folder: pathlib.Path, step: int | None, reason: str) -> str:

@@ -365,9 +365,19 @@ def test_a_checkpoint_of_other_arrays_is_not_called_damaged(tmp_path, change):
     other = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), params)
     if change == "names":
         other = params | {"token_predictor": params["norm"]}
-    message = r"^config\.json and the checkpoint \S+/20 do not match \(.*\): config\.json has changed since it was saved"
+    message = r"^config\.json and the checkpoint \S+/20 do not match \(.*[^:]\): config\.json has changed since it was saved"
     with jax.set_mesh(mesh_of(1, 1, 1)), pytest.raises(UserError, match=message):
         load_params(tmp_path / "lm", other, mesh_of(1, 1, 1))
+
+
+@pytest.mark.parametrize("folder", ["d", "ocdbt.process_0/d"])
+def test_the_reason_for_a_truncated_file_is_its_size(tmp_path, folder):
+    saved = save(tmp_path / "lm")
+    files = (tmp_path / "lm" / "20" / "params" / folder).iterdir()
+    os.truncate(max(files, key=lambda one: one.stat().st_size), 100)
+    message = r"is damaged \(OUT_OF_RANGE: .* is not valid for value of size 100\); `mv "
+    with pytest.raises(UserError, match=message):
+        load(tmp_path / "lm", saved[20])
 
 
 @pytest.mark.slow
