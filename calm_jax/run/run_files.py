@@ -12,6 +12,7 @@ import pathlib
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from calm_jax.cli.files import read_file
 from calm_jax.config import Config
@@ -48,7 +49,7 @@ class RunFiles:
       results: the complete entries of results.json, by name.
       evaluations: for each line of evaluations.jsonl, its complete entries by name, and the whole record.
       samples: the continuations in samples.jsonl.
-      left_out: a sentence for each file with incomplete or damaged parts, which are not shown.
+      left_out: a sentence for each file with incomplete or damaged parts, which are not shown; each is logged as a warning.
     """
 
     def __init__(self, workdir: Workdir, results: str | None = None):
@@ -57,6 +58,9 @@ class RunFiles:
         self.left_out: list[str] = []
         self.records, damaged = read_with_damage(workdir.metrics_path)
         self._note(workdir.metrics_path, len(damaged))
+        if not (self.records or damaged or workdir.is_converted):
+            what = "has no records" if workdir.metrics_path.exists() else "is missing"
+            self.left_out.append(f"{workdir.metrics_path.name} {what}: no curves are shown.")
         text = text_of(workdir.results_path) if results is None else results
         found = _object(text)
         self.results = _results(found)
@@ -77,6 +81,9 @@ class RunFiles:
         lines = _json_lines(workdir.samples_jsonl_path)
         self.samples = [one for one in lines if _is_sample(one, vocab_size)]
         self._note(workdir.samples_jsonl_path, len(lines) - len(self.samples))
+        # The first is about damaged lines of metrics.jsonl, if it has any, of which reading them has warned.
+        for sentence in self.left_out[bool(damaged) :]:
+            logging.warning("%s/%s", workdir.path, sentence.removesuffix("."))
 
     def _note(self, path: pathlib.Path, num: int) -> None:
         """Adds a sentence about the incomplete or damaged lines of a file, if it has any."""

@@ -243,6 +243,28 @@ def test_a_missing_or_damaged_file_leaves_its_part_out(workdir, name, content):
     assert "Runs compared" in web_comparison.comparison({"run": [workdir]})
 
 
+@pytest.mark.parametrize(
+    "name, content, warning",
+    [
+        ("metrics.jsonl", None, " is missing: no curves are shown"),
+        ("metrics.jsonl", "", " has no records: no curves are shown"),
+        ("metrics.jsonl", '{"stage": "lm", "spl', " has no records: no curves are shown"),
+        ("metrics.jsonl", "{}\n", ": ignoring 1 line(s) that are not metrics records; the first"),
+        ("results.json", '{"lm": {"lo', ": incomplete or damaged entries are not shown"),
+    ],
+)
+def test_what_is_not_shown_is_one_warning(workdir, caplog, name, content, warning):
+    path = workdir.path / name
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        notes = Reader(web_report.page(workdir)).texts("p")
+    assert any(note.startswith(name) for note in notes)
+    (message,) = caplog.messages
+    assert message.startswith(f"{path}{warning}")
+
+
 def test_other_line_ends_in_a_text_and_an_unfinished_record_are_no_damage(workdir):
     """A model of bytes may write U+2028, which JSON strings hold unescaped; the record that is being written is not complete yet."""
     other = SAMPLE | {"prompt": "a\u2028b\x85c"}
