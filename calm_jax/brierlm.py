@@ -17,7 +17,6 @@ been made with it. If one system gives texts, as hf:gpt2 does, all systems that 
 
 import dataclasses
 import json
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -109,14 +108,6 @@ def _write(config: Config, tokenizer: Tokenizer, path: pathlib.Path) -> None:
     )
 
 
-def _tokenizer() -> Tokenizer | None:
-    """The tokenizer that --tokenizer names, if it is given."""
-    name = _TOKENIZER.value
-    if name and os.path.isdir(name):
-        return Workdir(pathlib.Path(name)).tokenizer
-    return open_tokenizer(name)[0] if name else None
-
-
 def _check_one_tokenizer(
     ours: Tokenizer, given: Tokenizer | None, references: Sequence[Reference]
 ) -> None:
@@ -203,7 +194,7 @@ def _run(written: pathlib.Path | None, output: pathlib.Path | None) -> None:
     references = read_references(_REFERENCES.value)
     places = list(references.values())
     drawn = {path: read_samples(path, references) for path in _SAMPLES.value}
-    tokenizer = _tokenizer()
+    tokenizer = open_tokenizer(_TOKENIZER.value)[0] if _TOKENIZER.value else None
     if config is not None:
         ours = Workdir(_folder()).tokenizer
         _check_one_tokenizer(ours, tokenizer, places)

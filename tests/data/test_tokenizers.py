@@ -832,6 +832,17 @@ def test_the_flag_tells_the_kind_from_the_file(tmp_path, model, kind):
     assert vocabulary(config) == (tokenizer.vocab_size, tokenizer.pad_id)
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: ByteTokenizer(b""), lambda: HuggingFaceTokenizer(trained_json("<s>"))]
+)
+def test_the_flag_takes_a_workdir(tmp_path, make):
+    with pytest.raises(UserError, match="is no file, and no workdir with a tokenizer; give one"):
+        open_tokenizer(str(tmp_path))
+    make().save(tmp_path / "tokenizer")
+    tokenizer, config = open_tokenizer(str(tmp_path))
+    assert tokenizer.fingerprint == make().fingerprint == make_tokenizer(config, ()).fingerprint
+
+
 @pytest.mark.slow
 def test_a_run_with_a_tokenizer_json_trains_and_generates(tmp_path):
     for number in range(6):

@@ -28,7 +28,7 @@ _INPUT = flags.DEFINE_string(
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer",
     "",
-    "Llama 3's tokenizer.model, a byte-level tokenizer.json, a SentencePiece model, or 'bytes'",
+    "Llama 3's tokenizer.model, a byte-level tokenizer.json, a SentencePiece model, a workdir, or 'bytes'",
 )
 _OUTPUT = flags.DEFINE_string("output", "", "folder to write")
 _WORKERS = flags.DEFINE_integer("workers", 0, "worker processes; 0 for one per core")
