@@ -16,6 +16,7 @@ from ml_collections import config_flags
 from calm_jax.cli.command import command
 from calm_jax.cli.files import local_path, refuse_existing
 from calm_jax.cli.flags import parse_config_flags
+from calm_jax.data.tokenizers import open_tokenizer
 from calm_jax.errors import UserError
 from configs import ar_m, common
 
@@ -37,7 +38,9 @@ _AUTOENCODER_REVISION = flags.DEFINE_string(
     "branch, tag or commit of an --autoencoder on the hub; if empty, its main branch",
 )
 _TOKENIZER = flags.DEFINE_string(
-    "tokenizer", "", "tokenizer file, or bytes; by default the tokenizer in the source's folder"
+    "tokenizer",
+    "",
+    "tokenizer file, workdir or bytes; by default the tokenizer in the source's folder",
 )
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "print which tensor becomes which parameter, and write nothing"
@@ -60,6 +63,9 @@ def main(argv: list[str]) -> None:
     from calm_jax.interop.converted import convert, print_notes, print_plan
     from calm_jax.interop.source import find_tokenizer, folder_of
 
+    if _TOKENIZER.value:
+        # A wrong file is refused before the weights are downloaded.
+        open_tokenizer(_TOKENIZER.value)
     folder = folder_of(_SOURCE.value, "--source", _REVISION.value)
     autoencoder = (
         folder_of(_AUTOENCODER.value, "--autoencoder", _AUTOENCODER_REVISION.value)

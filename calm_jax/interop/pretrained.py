@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from calm_jax.build import make_lm_task
 from calm_jax.cli.files import read_json
+from calm_jax.data.tokenizers import open_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.interop import names
 from calm_jax.interop.conversion import Part, Plan, check_copies, make_plan
@@ -91,6 +92,9 @@ def load_pretrained(source: str, tokenizer: str = "", revision: str = "") -> Gen
     Raises:
       UserError: for the first thing that is missing, damaged, unsupported or inconsistent.
     """
+    if tokenizer:
+        # A wrong file is refused before the weights are downloaded.
+        open_tokenizer(tokenizer)
     folder = folder_of(source, "source", revision)
     plan = make_plan(
         folder,

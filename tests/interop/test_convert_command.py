@@ -54,6 +54,7 @@ def test_a_conversion_on_two_devices_writes_the_same_parameters(
         (("--config.lm.head.solver=euler",), "solver"),
         (("--config.mesh.fsdp=2",), "does not make up 1 device"),
         (("--tokenizer=",), "--tokenizer=FILE"),
+        (("--source=nobody/none", "--tokenizer=no"), "--tokenizer='no' is no file"),
         (("--autoencoder=nowhere",), "--autoencoder='nowhere'"),
         (("more",), "unexpected argument 'more'"),
     ],
