@@ -103,6 +103,8 @@ class Config:
             self.sample.check_token_prior(self.lm.token_prior_weight)
             if self.has_autoencoder:
                 self.sample.check_latent_head()
+            else:
+                self.sample.check_softmax_head()
         except UserError as error:
             # The same checks are for options of generation, which are in no section.
             raise UserError(f"sample.{error}") from error

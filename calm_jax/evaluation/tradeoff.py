@@ -31,7 +31,7 @@ from calm_jax.sampling.config import FIXED_POOL, MOST_COMPARED, SamplerConfig
 from calm_jax.sampling.decode import Bind
 from calm_jax.sampling.samplers import sample_chunk
 from calm_jax.sampling.search import Sampled
-from calm_jax.sampling.temperature import split_exponent
+from calm_jax.sampling.temperature import check_temperature, split_exponent
 from calm_jax.tasks import LmTask, Params
 from calm_jax.tasks.language_model import documents_of
 
@@ -58,8 +58,12 @@ def ways(config: EvalConfig, sampler: SamplerConfig, has_autoencoder: bool) -> l
         )
     chosen = []
     for temperature in config.temperatures:
+        at_temperature = dataclasses.replace(sampler, temperature=temperature)
         with _named(config):
-            at_temperature = dataclasses.replace(sampler, temperature=temperature)
+            if has_autoencoder:
+                check_temperature(temperature)
+            else:
+                at_temperature.check_softmax_head()
         chosen += _ways_at(config, at_temperature) if has_autoencoder else [at_temperature]
     return chosen
 

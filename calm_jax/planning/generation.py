@@ -180,6 +180,8 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
     sampler = dataclasses.replace(config.sample.sampler_config, temperature=temperature)
     if config.has_autoencoder:
         sampler.check_latent_head()
+    else:
+        sampler.check_softmax_head()
     words = vocabulary(config.tokenizer)
     mesh = mesh_of(config, topology)
     batch = divisible(batch, mesh)

@@ -153,6 +153,8 @@ class Generator:
         if self.has_autoencoder:
             options.check_latent_head()
             options.check_token_prior(self._config.lm.token_prior_weight)
+        else:
+            options.check_softmax_head()
         if not 0 <= seed < 2**32:
             raise UserError(f"seed={seed} must be in [0, 2**32)")
         # A prompt that is in the list more than once, as the same object, is encoded once.

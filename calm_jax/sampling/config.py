@@ -44,10 +44,6 @@ class SamplerConfig:
     token_prior_scale: float = dataclasses.field(default=1.0, kw_only=True)
 
     def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(
-                f"temperature={shown(self.temperature)} must be in (0, 1], or for lm.head.name='softmax' at least 0 and finite"
-            )
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={shown(self.top_p)} must be in (0, 1]")
         for name in ("num_candidates", "max_draws", "draws_at_once"):
@@ -78,6 +74,11 @@ class SamplerConfig:
                 f"token_prior_scale={shown(self.token_prior_scale)} scales the token prior, and this model has none "
                 "(lm.token_prior_weight=0): give 1 (in a recipe --config.sample.token_prior_scale=1)"
             )
+
+    def check_softmax_head(self) -> None:
+        """Raises `UserError` if these options cannot be used with the autoregressive baseline."""
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature={shown(self.temperature)} must be at least 0 and finite")
 
     def check_latent_head(self) -> None:
         """Raises `UserError` if these options cannot be used with a latent head, which can only be sampled."""

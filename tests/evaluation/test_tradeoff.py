@@ -164,6 +164,11 @@ def test_ways_leave_out_temperatures_that_a_sampler_does_not_take(capsys):
     hot = dataclasses.replace(config, temperatures=(1.5,))
     with pytest.raises(UserError, match=r"^eval\.temperatures=\(1\.5,\): temperature=1\.5 must"):
         tradeoff.ways(hot, sampler, has_autoencoder=True)
+    cold = dataclasses.replace(config, temperatures=(-1.0,))
+    for has_autoencoder, words in ((True, r"in \(0, 1\]"), (False, "at least 0 and finite")):
+        message = rf"^eval\.temperatures=\(-1\.0,\): temperature=-1 must be {words}"
+        with pytest.raises(UserError, match=message):
+            tradeoff.ways(cold, sampler, has_autoencoder)
     few = dataclasses.replace(sampler, max_draws=1)
     with pytest.raises(UserError, match=r"^eval\.temperatures=\(0\.5,\): max_draws=1 must be"):
         tradeoff.ways(

@@ -196,7 +196,8 @@ def test_generation_refuses_a_folder_without_a_model(option):
 SAMPLE = {
     ("energy", "--temperature=1.0000001"): "--temperature=1.0000001 must be in (0, 1]",
     ("energy", "--temperature=3/2"): "--temperature=1.5 must be in (0, 1]",
-    ("energy", "--temperature=nan"): "--temperature=nan must be",
+    ("energy", "--temperature=nan"): "--temperature=nan must be in (0, 1]: draws can be sharpened",
+    ("energy", "--temperature=-1"): "--temperature=-1 must be in (0, 1]: draws can be sharpened",
     ("energy", "--top_p=0.9"): "--top_p=0.9 needs the probabilities of tokens",
     # T = 1/5 compares 5 draws.
     ("energy", "--temperature=0.2", "--max_draws=4"): "--max_draws=4 must be at least 5",
@@ -232,7 +233,7 @@ SAMPLE = {
     ("softmax", "--num_candidates=9"): "--num_candidates=9 has no meaning",
     ("softmax", "--draws_at_once=9"): "--draws_at_once=9 has no meaning",
     ("softmax", "--prompt_alignment=match"): "--prompt_alignment=match has no meaning",
-    ("softmax", "--temperature=-0.5"): "--temperature=-0.5 must be",
+    ("softmax", "--temperature=-0.5"): "--temperature=-0.5 must be at least 0 and finite",
     ("softmax", "--top_p=1.5"): "--top_p=1.5 must be in (0, 1]",
 }
 # The name of a --prompts_file, its content, and what the message must contain.

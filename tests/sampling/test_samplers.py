@@ -518,9 +518,6 @@ def test_inactive_rows_are_not_completed():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"temperature": -0.1},
-        {"temperature": math.nan},
-        {"temperature": math.inf},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_p": math.nan},
@@ -554,6 +551,8 @@ def test_an_unknown_sampler_is_refused(name):
         (config_of(0.4, "published"), "sampler='published' takes only 1, 1/2"),
         (config_of(0.0, "pooled"), r"temperature=0 must be in \(0, 1\]"),
         (config_of(1.2, "noise"), r"temperature=1.2 must be in \(0, 1\]"),
+        (config_of(-0.1, "pooled"), r"temperature=-0.1 must be in \(0, 1\]"),
+        (config_of(math.nan, "pooled"), r"temperature=nan must be in \(0, 1\]"),
         (config_of(1 / 3, "pooled", max_draws=2), "max_draws=2 must be at least 3"),
         (config_of(0.4, "rejection", max_draws=2), "max_draws=2 must be at least 3"),
         (config_of(0.1, "growing", max_draws=9), "max_draws=9 must be at least 10"),
@@ -562,6 +561,12 @@ def test_an_unknown_sampler_is_refused(name):
 def test_options_that_a_latent_head_cannot_compute_are_refused(config, words):
     with pytest.raises(UserError, match=words):
         config.check_latent_head()
+
+
+@pytest.mark.parametrize("bad", [-0.1, math.nan, math.inf])
+def test_a_temperature_that_the_baseline_cannot_take_is_refused(bad):
+    with pytest.raises(UserError, match=f"temperature={bad} must be at least 0 and finite"):
+        config_of(bad, "pooled").check_softmax_head()
 
 
 @pytest.mark.parametrize(
