@@ -26,10 +26,9 @@ def get_config(argument: str = "") -> ConfigDict:
     try:
         config = workdir.get_config(folder)
     except UserError as error:
-        raise UserError(
-            f"{error}; convert a published checkpoint first; to resume a fine-tuning run, give "
-            "--config=configs/workdir.py:RUN"
-        ) from error
+        if not os.path.exists(os.path.join(folder, "config.json")):
+            raise
+        raise UserError(f"{error}; convert a published checkpoint first") from error
     # A trailing slash must not make a resumed run differ from the stored config.
     config.init_from = os.path.normpath(folder)
     config.stage = "lm"

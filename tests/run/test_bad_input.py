@@ -104,6 +104,18 @@ def test_a_remote_workdir_is_refused_before_anything_is_done(text, tmp_path, cap
     assert not list((tmp_path / "here").iterdir())
 
 
+def test_fine_tuning_gives_one_hint_for_a_missing_folder_and_another_for_a_published_one(
+    tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "config.json").write_text('{"ae_path": 1}')
+    for folder, end in (
+        (tmp_path / "no", "is no workdir: there is no such folder; give the folder of a run"),
+        (tmp_path, "; convert a published checkpoint first"),
+    ):
+        line = refuse(capsys, monkeypatch, f"--config=configs/finetune.py:{folder}")
+        assert line.endswith(end) and line.count(";") == 1
+
+
 def test_an_argument_for_a_recipe_that_takes_none_is_refused(capsys, monkeypatch):
     line = refuse(capsys, monkeypatch, "--config=configs/ar_s.py:head=flow")
     assert "configs/ar_s.py:head=flow: this recipe takes no argument" in line
