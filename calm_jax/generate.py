@@ -24,6 +24,7 @@ from calm_jax.cli import progress
 from calm_jax.cli.files import local_path, read_text
 from calm_jax.cli.flags import define_fraction, given_folder, parse_flags
 from calm_jax.cli.output import new_file, owned_output, write_result
+from calm_jax.cli.signals import tell_of_no_files
 from calm_jax.errors import UserError
 from calm_jax.parallel import startup
 from calm_jax.parallel.compilation_cache import set_up_compiler
@@ -226,6 +227,8 @@ def main(argv: list[str]) -> None:
     output = local_path(_OUTPUT.value, "--output")
     if _OUTPUT.value:
         output = new_file(output, "--output", _OVERWRITE.value)
+    else:
+        tell_of_no_files()
     prompts = _prompts()
     _start_processes()
     set_up_compiler()

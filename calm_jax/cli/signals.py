@@ -32,11 +32,17 @@ def ignore_the_next() -> None:
         handler.ignores_next = True
 
 
+def tell_of_no_files() -> None:
+    """Call it in a command that writes no files: what is said of a signal is then not about files."""
+    for handler in _handlers:
+        handler.writes_files = False
+
+
 def interrupted(name: str) -> Interrupted:
     """The error for a signal outside training's steps. `name`: such as "SIGTERM"."""
-    return Interrupted(
-        f"{name}: files that are complete are kept, and none is half-written; give the same command again"
-    )
+    writes = all(handler.writes_files for handler in _handlers)
+    of_files = "files that are complete are kept, and none is half-written; " if writes else ""
+    return Interrupted(f"{name}: {of_files}give the same command again")
 
 
 def _is_importing() -> bool:
@@ -54,11 +60,13 @@ class SignalHandler:
 
     Attributes:
       ignores_next: whether the next signal is ignored.
+      writes_files: whether the command writes files, which is part of what is said of a signal.
     """
 
     def __init__(self, signals: tuple[signal.Signals, ...], received: Callable[[int], None]):
         self._signals, self._received = signals, received
         self.ignores_next = False
+        self.writes_files = True
         self._noted_at = -math.inf
         self._previous: dict[signal.Signals, Any] = {}
         self._interruption: Interrupted | None = None

@@ -180,9 +180,12 @@ SWALLOWS = """
 import contextlib, os, signal
 from absl import app
 from calm_jax.cli.command import command
+from calm_jax.cli.signals import tell_of_no_files
 
 @command
 def main(argv):
+    if argv[1:]:
+        tell_of_no_files()
     with contextlib.suppress(BaseException):
         os.kill(os.getpid(), signal.SIGTERM)
     assert False, "a library's own error"
@@ -195,6 +198,9 @@ def test_an_error_that_follows_a_signal_is_the_signals_end():
     assert run_program(SWALLOWS, status=75).stderr == (
         "interrupted: SIGTERM: files that are complete are kept, and none is half-written; give the same command again\n"
     )
+    # A command that writes no files says nothing of them.
+    done = run_program(SWALLOWS, "no files", status=75)
+    assert done.stderr == "interrupted: SIGTERM: give the same command again\n"
 
 
 IMPORTS = """
