@@ -73,7 +73,7 @@ def require_positive(section: object, path: str, *names: str) -> None:
 
 def installation(extra: str) -> str:
     """How to install an extra of pyproject.toml, for messages. Not by the package's name: it is not on PyPI."""
-    return f"pip install -e '.[{extra}]' in the clone"
+    return f"pip install -c constraints.txt -e '.[{extra}]' in the clone"
 
 
 def nearest(name: str, names: list[str]) -> str:

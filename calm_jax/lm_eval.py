@@ -1,4 +1,4 @@
-"""EleutherAI's lm-evaluation-harness with the models of calm_jax (`pip install -e '.[eval]'`).
+"""EleutherAI's lm-evaluation-harness with the models of calm_jax (`pip install -c constraints.txt -e '.[eval]'`).
 
     python -m calm_jax.lm_eval --model calm_jax --model_args workdir=runs/calm_m --tasks gsm8k
 

@@ -4,7 +4,7 @@ python -m calm_jax.plan --config=configs/calm_xl.py --topology=v5e:16x16 --confi
 python -m calm_jax.plan --config=configs/calm_m.py --fit=v5e --price_per_hour=1.2
 python -m calm_jax.plan --config=configs/calm_m.py --topology=h100:1 --stage=generate
 
-Needs, in the clone, pip install -e '.[plan]' for TPUs (v4, v5e, v5p, v6e) and '.[plan-cuda]' for NVIDIA (h100). No accelerator is used.
+Needs, in the clone, pip install -c constraints.txt -e '.[plan]' for TPUs (v4, v5e, v5p, v6e) and '.[plan-cuda]' for NVIDIA (h100). No accelerator is used.
 The exit status is 1 if it does not fit.
 """
 

@@ -4,7 +4,7 @@
 #   launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.json [--output=prepared] [--dry_run]
 #       [flags of python -m calm_jax.data.prepare: --workers=N, --scheduler=ADDRESS, ...]
 #
-# Needs: pip install -e '.[data]'; the 30 training files of the Pile without its copyrighted parts (00.jsonl.zst to
+# Needs: pip install -c constraints.txt -e '.[data]'; the 30 training files of the Pile without its copyrighted parts (00.jsonl.zst to
 # 29.jsonl.zst, monology/pile-uncopyrighted on the Hugging Face hub: some 350 GB) in DIR; Llama 3's tokenizer.model and
 # WikiText-103's test articles, one object with the field "text" a line, which are llama3_tokenizer/tokenizer.model and
 # data/wikitext_document_level-test.json of the published code (github.com/shaochenze/calm).

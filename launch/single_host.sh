@@ -7,7 +7,7 @@
 # with status 75; this script starts it again, and ends with any other status. SIGTERM, Ctrl-C or a hang-up to this script are
 # passed on to the run, which saves; the script then ends with the run's status.
 #
-# Needs: python with calm_jax installed (pip install -e . , on accelerators with the extra cuda or tpu); for configs/calm_*.py
+# Needs: python with calm_jax installed (pip install -c constraints.txt -e . , on accelerators with the extra cuda or tpu); for configs/calm_*.py
 # and ar_*.py the text of launch/prepare_pile.sh; for CALM-M's checkpoints some 15 GB of disk (two are kept while a third is
 # written).
 # Costs: device hours x your price. CALM-M with its autoencoder takes 3.47e20 FLOPs (calm_jax/cost/flops.py): at an assumed MFU of

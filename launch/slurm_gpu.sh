@@ -16,7 +16,7 @@
 # ends it for good, and leaves KillWait seconds (30 by Slurm's default) to save.
 #
 # Needs: an account on a Slurm cluster (21.08 or later) with NVIDIA GPUs that allows requeueing; the checkout, the Python
-# environment (pip install -e '.[cuda]'), the prepared text and the workdir on a file system that all nodes share.
+# environment (pip install -c constraints.txt -e '.[cuda]'), the prepared text and the workdir on a file system that all nodes share.
 # Costs: GPU hours x your price. CALM-M with its autoencoder takes 3.47e20 FLOPs (calm_jax/cost/flops.py): at an assumed MFU of
 # 40 %, 244 H100 hours or 773 A100 hours; on 4 nodes of 8 H100, 8 hours. By the step that was measured on one H100
 # (docs/scaling.md), the language model alone takes 262 H100 hours. The job takes whole nodes.

@@ -236,6 +236,7 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
     (tmp_path / "a.jsonl.zst").write_bytes(frames(LINES, 100))
     with pytest.raises(
-        UserError, match=r"needs zstandard: pip install -e '\.\[data\]' in the clone"
+        UserError,
+        match=r"needs zstandard: pip install -c constraints.txt -e '\.\[data\]' in the clone",
     ):
         read(tmp_path / "a.jsonl.zst")

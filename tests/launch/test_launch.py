@@ -297,7 +297,7 @@ def test_shellcheck_finds_nothing():
     places = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     program = shutil.which("shellcheck", path=places)
     if program is None:
-        pytest.skip("shellcheck is not installed: pip install -e '.[test]'")
+        pytest.skip("shellcheck is not installed: pip install -c constraints.txt -e '.[test]'")
     scripts = sorted(map(str, FOLDER.glob("*.sh")))
     result = subprocess.run(
         [program, *scripts], cwd=ROOT, capture_output=True, text=True, check=False

@@ -28,7 +28,9 @@ NO_CUDA = (
     if importlib.util.find_spec("jax_plugins")
     else True
 )
-need_tpu = pytest.mark.skipif(NO_TPU, reason="no libtpu: pip install -e '.[plan]'")
+need_tpu = pytest.mark.skipif(
+    NO_TPU, reason="no libtpu: pip install -c constraints.txt -e '.[plan]'"
+)
 need_cuda = pytest.mark.skipif(NO_CUDA, reason="no jax-cuda13-plugin and jax-cuda13-pjrt")
 
 
@@ -72,7 +74,9 @@ def test_an_unknown_family_is_refused_with_the_valid_ones():
 )
 def test_the_error_for_a_missing_compiler_says_how_to_install_it(monkeypatch, name, installation):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=rf"{name}: .*pip install -e {installation} in the clone"):
+    with pytest.raises(
+        UserError, match=rf"{name}: .*pip install -c constraints.txt -e {installation} in the clone"
+    ):
         topology.parse(name).devices()
 
 

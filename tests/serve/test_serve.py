@@ -740,4 +740,7 @@ def test_without_the_extra_the_command_says_what_to_install(tmp_path):
     )
     done = workdirs.run_program(code, status=2)
     assert done.stdout == ""
-    assert done.stderr == "error: serving needs uvicorn: pip install -e '.[serve]' in the clone\n"
+    assert (
+        done.stderr
+        == "error: serving needs uvicorn: pip install -c constraints.txt -e '.[serve]' in the clone\n"
+    )
