@@ -3,8 +3,9 @@ shorter tokens, none of them for a run of spaces, and the dropout, KL weight, ra
 
     python -m calm_jax.main --config=benchmarks/tokens_512.py[:head=NAME,k=K]
 
-Without arguments it has the energy head, which scores its draws against the posterior's mean. The runs of docs/experiments.md that do not say so had 16 draws of
-the posterior (--config.lm.head.num_target_samples=16), and a loss that is gone (its section "The decoded Brier loss").
+Without arguments it has K = 4 and the energy head, which scores its draws against the posterior's mean; with k=K alone, the flow
+head. The runs of docs/experiments.md that do not say so had 16 draws of the posterior (--config.lm.head.num_target_samples=16), and
+a loss that is gone (its section "The decoded Brier loss").
 """
 
 from ml_collections import ConfigDict

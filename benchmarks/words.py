@@ -52,7 +52,9 @@ def main(argv: list[str]) -> None:
         options = dataclasses.replace(options, sampler=_SAMPLER.value)
     ways = [dataclasses.replace(options, temperature=one) for one in _TEMPERATURES.value]
     known = KnownText(documents)
-    prompts = [options.prompts[i % len(options.prompts)] for i in range(_TEXTS.value)]
+    # Without prompts, as after fine-tuning on records: the start of a document.
+    given = options.prompts or ("",)
+    prompts = [given[i % len(given)] for i in range(_TEXTS.value)]
     table = rich.table.Table(title=f"{_TEXTS.value} texts of {_MAX_TOKENS.value} tokens")
     for column in ("text", "words", "strings", "different words", "white space"):
         table.add_column(column, justify="left" if column == "text" else "right")

@@ -46,8 +46,8 @@ def get_config(arguments: str = "") -> ConfigDict:
     model.num_layers = 4
     model.num_heads = 4
     model.num_kv_heads = 4
-    # Not the paper's choice, the energy head: a model this small has a higher score with the flow head, in as much time, and with two
-    # tokens in a chunk writes better text (docs/comparison.md).
+    # Not the paper's choice, the energy head: with two tokens in a chunk a model this small has a higher score and writes better text
+    # with the flow head, in as much time. Other chunks: docs/comparison.md.
     common.variant(config, "head=flow")
     config.lm.head.num_blocks = 2
     # A loss that is not in the paper. Its weight is so large that it alone trains the backbone, for which the gradient of the head's

@@ -123,6 +123,11 @@ with_absolute_paths() {
     esac
 }
 
+# Ends the script, for $1, which would otherwise do what a dry run is to show.
+refuse_misspelt() {
+    fail "there is no flag $1: write --dry_run"
+}
+
 # Changes to the checkout.
 enter_root() {
     ((!dry_run)) || quoted cd "$root"
@@ -172,7 +177,7 @@ take_flags() {
     for flag in "$@"; do
         case $flag in
             --dry_run) dry_run=1 ;;
-            --dry | --dry-run | --dryrun) fail "there is no flag $flag: write --dry_run" ;;
+            --dry | --dry-run | --dryrun) refuse_misspelt "$flag" ;;
             *)
                 [[ $flag == *=* ]] || ! has_paths "$flag" || fail "write $flag=VALUE, with an equals sign"
                 flags+=("$(with_absolute_paths "$flag")")

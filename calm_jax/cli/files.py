@@ -224,18 +224,20 @@ def empty(folder: pathlib.Path, keep: Collection[str]) -> None:
 
 
 def _delete_owned(folder: pathlib.Path) -> None:
-    """Deletes what is in an owned folder, and the folder. Where a thread still writes to it, it stays, with its file `lock`.
+    """Deletes what is in an owned folder, and the folder. Where a thread still writes to it, it stays, with the same file `lock`.
 
     Raises `UserError` or `OSError` if it stays.
     """
     empty(folder, keep={LOCK})
     # `owned` removes only folders that it made; this one may have been left by a killed command.
-    (folder / LOCK).unlink()
+    lock, aside = folder / LOCK, folder.with_name(f"{folder.name}.{LOCK}")
+    lock.rename(aside)
     try:
         folder.rmdir()
     except OSError:
-        (folder / LOCK).touch()
+        aside.rename(lock)
         raise
+    aside.unlink()
 
 
 def _delete_after_late_writes(folder: pathlib.Path, check: Callable[[], None]) -> None:

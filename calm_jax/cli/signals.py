@@ -33,7 +33,7 @@ def ignore_the_next() -> None:
 
 
 def tell_of_no_files() -> None:
-    """Call it in a command that writes no files: what is said of a signal is then not about files."""
+    """What is said of a signal is from now on not about files. `generate` calls it where it prints to the terminal."""
     for handler in _handlers:
         handler.writes_files = False
 

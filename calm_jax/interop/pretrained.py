@@ -86,7 +86,7 @@ def load_pretrained(source: str, tokenizer: str = "", revision: str = "") -> Gen
 
     Args:
       source: a folder of a published checkpoint, or `owner/name` on the Hugging Face hub.
-      tokenizer: the tokenizer's file, or "bytes"; if empty, the tokenizer in the source's folder.
+      tokenizer: the tokenizer's file, a workdir, or "bytes"; if empty, the tokenizer in the source's folder.
       revision: a branch, a tag or a commit of the repository; its main branch if empty.
 
     Raises:

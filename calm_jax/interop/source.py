@@ -83,7 +83,7 @@ def find_tokenizer(name: str, folder: pathlib.Path) -> tuple[Tokenizer, Tokenize
     """Opens the tokenizer of a checkpoint.
 
     Args:
-      name: a tokenizer's file, or "bytes"; if empty, the tokenizer's file in `folder` is taken.
+      name: a tokenizer's file, a workdir, or "bytes"; if empty, the tokenizer's file in `folder` is taken.
       folder: the checkpoint's folder.
 
     Raises:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from calm_jax import brier
 from calm_jax.build import check_attention, make_autoencoder_task, make_lm_task, stage_of
 from calm_jax.cli.files import nan_to_none, write_atomically
+from calm_jax.cli.progress import counted
 from calm_jax.cli.signals import ignore_the_next
 from calm_jax.config import Config, as_dict, differences
 from calm_jax.cost import flops
@@ -255,7 +256,7 @@ def run_training(config: Config, workdir: Workdir, overwrite: bool, profile: Pro
         multihost.run_on_all(lambda: workdir.check_config(config, training=True))
         changed = differences(as_dict(config), as_dict(workdir.config))
         names = ", ".join(f"{key}={ours!r}" for key, ours, _ in changed[:3])
-        more = f" and {len(changed) - 3} more keys" if len(changed) > 3 else ""
+        more = f" and {counted(len(changed) - 3, 'more key')}" if len(changed) > 3 else ""
         without_effect = f" (without effect: {names}{more})" if changed else ""
         print(
             f"{workdir.path} is finished, there is nothing to do{without_effect}: --mode=eval scores it again, a larger "

@@ -3,7 +3,7 @@
     python docs/pictures/training_curves.py                # of the values in training_curves.jsonl
     python docs/pictures/training_curves.py DIR DIR ...    # of workdirs, whose values replace those
 
-Needs matplotlib: pip install -e '.[plot]'.
+Needs matplotlib: pip install -c constraints.txt -e '.[plot]'.
 """
 
 import json

@@ -2,7 +2,7 @@
 
     python docs/pictures/two_stages.py [FILE]
 
-Needs matplotlib: pip install -e '.[plot]'.
+Needs matplotlib: pip install -c constraints.txt -e '.[plot]'.
 """
 
 import pathlib

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -223,6 +224,22 @@ def test_a_folder_of_somebody_else_where_a_new_one_is_made_is_kept(lock, tmp_pat
         pass
     assert sorted(os.listdir(unfinished)) == before
     assert (unfinished / "file").read_text() == "precious"
+
+
+def test_what_is_written_while_a_folder_is_deleted_is_deleted_after_it(tmp_path, monkeypatch):
+    """A thread's write just before the folder would be gone, twice."""
+    remove, calls = pathlib.Path.rmdir, []
+
+    def write_and_remove(path):
+        calls.append(path)
+        if len(calls) <= 2:
+            (path / "late").touch()
+        remove(path)
+
+    monkeypatch.setattr(pathlib.Path, "rmdir", write_and_remove)
+    with pytest.raises(UserError, match="disk"), atomic_folder(tmp_path / "new", "--target"):
+        raise UserError("the disk is full")
+    assert os.listdir(tmp_path) == [] and len(calls) >= 3
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1, 0.5])
