@@ -46,7 +46,6 @@ def sample_config(**changes) -> SampleConfig:
 
 
 BAD = {
-    "temperature": (-0.1, float("nan"), float("inf")),
     "num_candidates": (0, -1, 2**40),
     "max_draws": (0, -1, 2**40),
     "draws_at_once": (0, -1),
@@ -58,7 +57,6 @@ BAD = {
     "prompt_alignment": ("right", ""),
     "long_context": ("cut", ""),
     "batch_size": (0, -1),
-    "prompts": ((),),
 }
 
 
