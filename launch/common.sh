@@ -36,12 +36,16 @@ print_header() {
     done < "$1"
 }
 
-# With --help or -h a script prints its comment and does nothing else. A sourced file sees the arguments of the script.
+# With --help or -h a script prints its comment and does nothing else. A misspelt --dry_run would do what it is to show. A sourced
+# file sees the arguments of the script.
 for word in "$@"; do
-    if [[ $word == --help || $word == -h ]]; then
-        print_header "${BASH_SOURCE[1]}"
-        exit 0
-    fi
+    case $word in
+        --help | -h)
+            print_header "${BASH_SOURCE[1]}"
+            exit 0
+            ;;
+        --dry | --dry-run | --dryrun) fail "there is no flag $word: write --dry_run" ;;
+    esac
 done
 
 # Refuses a URL as the value of a flag that names a folder to write to.
@@ -123,11 +127,6 @@ with_absolute_paths() {
     esac
 }
 
-# Ends the script, for $1, which would otherwise do what a dry run is to show.
-refuse_misspelt() {
-    fail "there is no flag $1: write --dry_run"
-}
-
 # Changes to the checkout.
 enter_root() {
     ((!dry_run)) || quoted cd "$root"
@@ -177,7 +176,6 @@ take_flags() {
     for flag in "$@"; do
         case $flag in
             --dry_run) dry_run=1 ;;
-            --dry | --dry-run | --dryrun) refuse_misspelt "$flag" ;;
             *)
                 [[ $flag == *=* ]] || ! has_paths "$flag" || fail "write $flag=VALUE, with an equals sign"
                 flags+=("$(with_absolute_paths "$flag")")

@@ -53,7 +53,6 @@ for flag in "$@"; do
         --docker_image=*) image=${flag#*=} ;;
         --base_docker_image=*) base=${flag#*=} ;;
         --dry_run) dry_run=1 ;;
-        --dry | --dry-run | --dryrun) refuse_misspelt "$flag" ;;
         *) flags+=("$flag") ;;
     esac
 done

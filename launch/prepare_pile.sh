@@ -26,7 +26,6 @@ for flag in "$@"; do
         --output=*) output=${flag#*=} ;;
         --parts=*) parts=${flag#*=} ;;
         --dry_run) dry_run=1 ;;
-        --dry | --dry-run | --dryrun) refuse_misspelt "$flag" ;;
         *) rest+=("$flag") ;;
     esac
 done

@@ -60,7 +60,6 @@ for flag in "$@"; do
         --worker=*) worker=${flag#*=} ;;
         --poll=*) poll=${flag#*=} ;;
         --dry_run) dry_run=1 ;;
-        --dry | --dry-run | --dryrun) refuse_misspelt "$flag" ;;
         *) flags+=("$flag") ;;
     esac
 done
