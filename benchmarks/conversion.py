@@ -28,10 +28,9 @@ from calm_jax.build import make_autoencoder_task, make_lm_task
 from calm_jax.cli.command import command
 from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.config import Config, resolve
-from calm_jax.data.tokenizers import Tokenizer
+from calm_jax.data.tokenizers import Tokenizer, open_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.interop import names, published
-from calm_jax.interop.source import find_tokenizer
 
 _RECIPE = flags.DEFINE_enum(
     "recipe",
@@ -124,7 +123,7 @@ def main(argv: list[str]) -> None:
         if path.exists():
             raise UserError(f"{path} exists: delete it")
     recipe = importlib.import_module(f"configs.{_RECIPE.value}").get_config()
-    tokenizer, tokenizer_config = find_tokenizer(_TOKENIZER.value, folder)
+    tokenizer, tokenizer_config = open_tokenizer(_TOKENIZER.value)
     recipe.tokenizer.update(dataclasses.asdict(tokenizer_config))
     try:
         total, largest = _write_random(source, resolve(recipe), tokenizer)

@@ -36,7 +36,6 @@ from calm_jax.interop import conversion
 from calm_jax.interop.model_card import model_card
 from calm_jax.interop.parity.comparison import verify
 from calm_jax.interop.pretrained import is_published
-from calm_jax.interop.source import find_tokenizer
 from calm_jax.interop.weights import Weights
 from calm_jax.run import preflight, web_comparison, web_report
 from calm_jax.run.workdir import Workdir
@@ -307,7 +306,7 @@ def _read_published(folder: pathlib.Path) -> Any:
     """Converts checkpoints, up to the writing of workdirs."""
     found = []
     for name in ("energy_k2", "ar"):
-        tokenizer, config = find_tokenizer("bytes", folder / name)
+        tokenizer, config = tokenizers.open_tokenizer("bytes")
         recipes = {True: common.get_config(), False: ar_m.get_config()}
         # The golden models have a vocabulary of their own.
         with contextlib.suppress(UserError):

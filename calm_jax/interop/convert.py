@@ -63,16 +63,15 @@ def main(argv: list[str]) -> None:
     from calm_jax.interop.converted import convert, print_notes, print_plan
     from calm_jax.interop.source import find_tokenizer, folder_of
 
-    if _TOKENIZER.value:
-        # A wrong file is refused before the weights are downloaded.
-        open_tokenizer(_TOKENIZER.value)
+    # A wrong file is refused before the weights are downloaded.
+    given = open_tokenizer(_TOKENIZER.value) if _TOKENIZER.value else None
     folder = folder_of(_SOURCE.value, "--source", _REVISION.value)
     autoencoder = (
         folder_of(_AUTOENCODER.value, "--autoencoder", _AUTOENCODER_REVISION.value)
         if _AUTOENCODER.value
         else None
     )
-    tokenizer, tokenizer_config = find_tokenizer(_TOKENIZER.value, folder)
+    tokenizer, tokenizer_config = given or find_tokenizer(folder)
     plan = make_plan(
         folder,
         autoencoder,

@@ -92,14 +92,13 @@ def load_pretrained(source: str, tokenizer: str = "", revision: str = "") -> Gen
     Raises:
       UserError: for the first thing that is missing, damaged, unsupported or inconsistent.
     """
-    if tokenizer:
-        # A wrong file is refused before the weights are downloaded.
-        open_tokenizer(tokenizer)
+    # A wrong file is refused before the weights are downloaded.
+    given = open_tokenizer(tokenizer) if tokenizer else None
     folder = folder_of(source, "source", revision)
     plan = make_plan(
         folder,
         None,
-        *find_tokenizer(tokenizer, folder),
+        *(given or find_tokenizer(folder)),
         {True: common.get_config(), False: ar_m.get_config()},
         {},
     )

@@ -79,23 +79,15 @@ def _download(name: str, flag: str, revision: str) -> pathlib.Path:
     return pathlib.Path(fetched)
 
 
-def find_tokenizer(name: str, folder: pathlib.Path) -> tuple[Tokenizer, TokenizerConfig]:
-    """Opens the tokenizer of a checkpoint.
-
-    Args:
-      name: a tokenizer's file, a workdir, or "bytes"; if empty, the tokenizer's file in `folder` is taken.
-      folder: the checkpoint's folder.
-
-    Raises:
-      UserError: if there is no such file, or it holds no tokenizer.
-    """
+def find_tokenizer(folder: pathlib.Path) -> tuple[Tokenizer, TokenizerConfig]:
+    """Opens the tokenizer in a checkpoint's folder. Raises `UserError` if there is none."""
     found = [folder / file for file in _TOKENIZER_FILES if is_file(folder / file)]
-    if not name and not found:
+    if not found:
         raise UserError(
             f"{folder} has no {' or '.join(_TOKENIZER_FILES[:2])}: give the model's tokenizer with --tokenizer=FILE "
             "(the published models': Llama 3's tokenizer.model)"
         )
-    return open_tokenizer(name or str(found[0]))
+    return open_tokenizer(str(found[0]))
 
 
 def check_tokenizer(config: PublishedConfig, tokenizer: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from calm_jax.data.tokenizers import open_tokenizer
 from calm_jax.interop.conversion import make_plan
 from calm_jax.interop.converted import convert
 from calm_jax.interop.source import find_tokenizer
@@ -23,7 +24,9 @@ def plan_of(tokenizer_file):
     """Plans a conversion as the command does; `a__b=value` is the key --config.a.b=value."""
 
     def plan(source, autoencoder=None, tokenizer=tokenizer_file, **overrides):
-        found, tokenizer_config = find_tokenizer(str(tokenizer), source)
+        found, tokenizer_config = (
+            open_tokenizer(str(tokenizer)) if tokenizer else find_tokenizer(source)
+        )
         recipes = {True: common.get_config(), False: ar_m.get_config()}
         keys = {key.replace("__", "."): value for key, value in overrides.items()}
         return make_plan(source, autoencoder, found, tokenizer_config, recipes, keys)

@@ -161,12 +161,12 @@ _MEMORY = """
 import pathlib, re, sys
 from calm_jax.interop.converted import convert
 from calm_jax.interop.conversion import make_plan
-from calm_jax.interop.source import find_tokenizer
+from calm_jax.data.tokenizers import open_tokenizer
 from configs import ar_m, common
 
 for source in sys.argv[1:]:
     source = pathlib.Path(source)
-    tokenizer, config = find_tokenizer("bytes", source)
+    tokenizer, config = open_tokenizer("bytes")
     plan = make_plan(source, None, tokenizer, config, {False: ar_m.get_config()}, {})
     convert(plan, source.with_name(source.name + "-converted"))
     status = pathlib.Path("/proc/self/status").read_text()

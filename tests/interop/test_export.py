@@ -129,5 +129,5 @@ def test_an_exported_tokenizer_is_found_again(tmp_path):
         folder.mkdir()
         _write_tokenizer(folder, tokenizer)
         assert listing(folder) == [name]
-        found, _ = find_tokenizer("", folder)
+        found, _ = find_tokenizer(folder)
         assert found.fingerprint == tokenizer.fingerprint

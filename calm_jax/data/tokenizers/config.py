@@ -122,18 +122,18 @@ def _config_of_file(path: pathlib.Path) -> TokenizerConfig:
 def open_tokenizer(name: str) -> tuple[Tokenizer, TokenizerConfig]:
     """The tokenizer that the flag `--tokenizer` names (a file, a workdir, or "bytes"), and a config that describes it."""
     model = pathlib.Path(name, "tokenizer", "model")
-    if name != ByteTokenizer.kind and os.path.isfile(model):
+    if name == ByteTokenizer.kind:
+        config = TokenizerConfig(name, "", 512, True)
+    elif os.path.isfile(name):
+        config = _config_of_file(pathlib.Path(name))
+    elif os.path.isfile(model):
         tokenizer = load_tokenizer(model.parent)
         path = "" if tokenizer.kind == ByteTokenizer.kind else str(model)
         return tokenizer, TokenizerConfig(tokenizer.kind, path, 512, True)
-    if name == ByteTokenizer.kind:
-        config = TokenizerConfig(name, "", 512, True)
-    elif not os.path.isfile(name):
+    else:
         raise UserError(
             f"--tokenizer={name!r} is no file, and no workdir with a tokenizer; give one of them, or 'bytes'"
         )
-    else:
-        config = _config_of_file(pathlib.Path(name))
     return make_tokenizer(config, ()), config
 
 
