@@ -101,10 +101,7 @@ class Config:
         check_sampler("sample.sampler", self.sample.sampler)
         try:
             self.sample.check_token_prior(self.lm.token_prior_weight)
-            if self.has_autoencoder:
-                self.sample.check_latent_head()
-            else:
-                self.sample.check_softmax_head()
+            self.sample.check_head(self.has_autoencoder)
         except UserError as error:
             # The same checks are for options of generation, which are in no section.
             raise UserError(f"sample.{error}") from error

@@ -35,6 +35,10 @@ _MERGED = {
 }
 
 
+def _unroll(length: int, is_loop: bool) -> int:
+    return 1 if is_loop else unrolled(length)
+
+
 def scanned(
     parent: nn.Module,
     layer: Callable[..., nn.Module],
@@ -51,7 +55,7 @@ def scanned(
         in_axes=in_axes,
         length=length,
         # Drawing the parameters of each layer in a program of its own would only take longer to compile.
-        unroll=1 if is_new or is_loop else unrolled(length),
+        unroll=_unroll(length, is_new or is_loop),
         # The check traces each layer a second time. It stays where parameters are drawn, as it advances their random numbers:
         # without it a seed would give other first parameters.
         check_constancy_invariants=is_new,
@@ -95,14 +99,20 @@ def stack(
     return one_by_one
 
 
+def recomputed(
+    layer: type[nn.Module], length: int, kept: Callable[..., Any], is_loop: bool = False
+) -> Callable[..., nn.Module]:
+    """The layer of a `stack` of `length`, whose backward pass keeps what the policy `kept` says, and computes the rest again."""
+    # In a loop nothing can be joined with what was computed before.
+    return nn.remat(layer, prevent_cse=_unroll(length, is_loop) > 1, policy=kept)
+
+
 def keeping_products(layer: type[nn.Module], length: int) -> Callable[..., nn.Module]:
-    """The layer of a `stack` of `length`, whose backward pass keeps only the results of products, and computes norms and activations
-    again.
+    """`recomputed`, but for the results of products: norms and activations are computed again.
 
     On accelerators, storing and reading the norms and activations of N draws at each position would take longer.
     """
-    kept = jax.checkpoint_policies.save_only_these_names(PRODUCT)
-    return nn.remat(layer, prevent_cse=unrolled(length) > 1, policy=kept)
+    return recomputed(layer, length, jax.checkpoint_policies.save_only_these_names(PRODUCT))
 
 
 def _at(index: int, axis: Any, tree: Any) -> Any:

@@ -14,10 +14,9 @@ from calm_jax.models import attention
 from calm_jax.models.attention_in_blocks import ATTENTION
 from calm_jax.models.kv_cache import Fork, KVCache, Memory, SegmentIds, UnslicedLayer, Written
 from calm_jax.models.layers import Rotation, SwiGLU, linear, rotate, rotation_at
-from calm_jax.models.stack import stack
+from calm_jax.models.stack import recomputed, stack
 from calm_jax.parallel.constraints import constrain
 from calm_jax.parallel.devices import target_device
-from calm_jax.parallel.loops import unrolled
 from calm_jax.parallel.products import PRODUCT
 
 # For each `lm.model.remat`, the policy that says which values of a layer are kept for the backward pass; None keeps all.
@@ -168,8 +167,7 @@ class Transformer(nn.Module):
         if isinstance(memory, KVCache) and not is_long and memory.key.size and is_on_cpu:
             read = UnslicedLayer(memory, jnp.arange(config.num_layers))
         kept = _REMAT_POLICIES[config.remat]
-        is_unrolled = not is_long and unrolled(config.num_layers) > 1
-        block = Block if kept is None else nn.remat(Block, prevent_cse=is_unrolled, policy=kept)
+        block = Block if kept is None else recomputed(Block, config.num_layers, kept, is_long)
         in_axes = _per_layer(read), nn.broadcast
         layers = stack(
             self, block, (config, self.dtype), "layers", config.num_layers, in_axes, is_long

@@ -178,10 +178,7 @@ def plan_decode(config: Config, topology: Topology, batch: int, temperature: flo
       UserError: if the compiler is not installed, or the options in `config.sample` cannot be computed at T.
     """
     sampler = dataclasses.replace(config.sample.sampler_config, temperature=temperature)
-    if config.has_autoencoder:
-        sampler.check_latent_head()
-    else:
-        sampler.check_softmax_head()
+    sampler.check_head(config.has_autoencoder)
     words = vocabulary(config.tokenizer)
     mesh = mesh_of(config, topology)
     batch = divisible(batch, mesh)

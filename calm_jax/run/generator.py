@@ -150,11 +150,9 @@ class Generator:
         if isinstance(prompts, str):
             raise UserError(f"prompts={prompts!r} must be a list of prompts: [{prompts!r}]")
         check_sampler("sampler", options.sampler)
+        options.check_head(self.has_autoencoder)
         if self.has_autoencoder:
-            options.check_latent_head()
             options.check_token_prior(self._config.lm.token_prior_weight)
-        else:
-            options.check_softmax_head()
         if not 0 <= seed < 2**32:
             raise UserError(f"seed={seed} must be in [0, 2**32)")
         # A prompt that is in the list more than once, as the same object, is encoded once.

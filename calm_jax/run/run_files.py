@@ -57,16 +57,18 @@ class RunFiles:
         self.workdir, self.config = workdir, workdir.config
         self.left_out: list[str] = []
         self.records, damaged = read_with_damage(workdir.metrics_path)
-        self._note(workdir.metrics_path, len(damaged))
+        if damaged:
+            # Reading has warned of them.
+            self.left_out.append(_damaged(workdir.metrics_path, len(damaged)))
         if not (self.records or damaged or workdir.is_converted):
             what = "has no records" if workdir.metrics_path.exists() else "is missing"
-            self.left_out.append(f"{workdir.metrics_path.name} {what}: no curves are shown.")
+            self._leave_out(f"{workdir.metrics_path.name} {what}: no curves are shown.")
         text = text_of(workdir.results_path) if results is None else results
         found = _object(text)
         self.results = _results(found)
         has_results = results is not None or workdir.results_path.exists()
         if has_results and not (found and _is_whole(found)):
-            self.left_out.append(
+            self._leave_out(
                 f"{workdir.results_path.name}: incomplete or damaged entries are not shown."
             )
         records = _json_lines(workdir.evaluations_path)
@@ -81,17 +83,16 @@ class RunFiles:
         lines = _json_lines(workdir.samples_jsonl_path)
         self.samples = [one for one in lines if _is_sample(one, vocab_size)]
         self._note(workdir.samples_jsonl_path, len(lines) - len(self.samples))
-        # The first is about damaged lines of metrics.jsonl, if it has any, of which reading them has warned.
-        for sentence in self.left_out[bool(damaged) :]:
-            logging.warning("%s/%s", workdir.path, sentence.removesuffix("."))
 
     def _note(self, path: pathlib.Path, num: int) -> None:
         """Adds a sentence about the incomplete or damaged lines of a file, if it has any."""
         if num:
-            lines = f"{num} line has" if num == 1 else f"{num} lines have"
-            self.left_out.append(
-                f"{path.name}: {lines} incomplete or damaged content, which is not shown."
-            )
+            self._leave_out(_damaged(path, num))
+
+    def _leave_out(self, sentence: str) -> None:
+        """Adds a sentence, and logs it as a warning."""
+        self.left_out.append(sentence)
+        logging.warning("%s/%s", self.workdir.path, sentence.removesuffix("."))
 
     @property
     def name(self) -> str:
@@ -199,6 +200,11 @@ class RunFiles:
             steps = sorted({0} | set(seconds))
             clocks[stage] = steps, [seconds.get(step, 0.0) for step in steps]
         return clocks
+
+
+def _damaged(path: pathlib.Path, num: int) -> str:
+    lines = f"{num} line has" if num == 1 else f"{num} lines have"
+    return f"{path.name}: {lines} incomplete or damaged content, which is not shown."
 
 
 def as_float(value: float | None) -> float:

@@ -75,6 +75,13 @@ class SamplerConfig:
                 "(lm.token_prior_weight=0): give 1 (in a recipe --config.sample.token_prior_scale=1)"
             )
 
+    def check_head(self, has_autoencoder: bool) -> None:
+        """Raises `UserError` if these options cannot be used with the model's head, a latent one where it has an autoencoder."""
+        if has_autoencoder:
+            self.check_latent_head()
+        else:
+            self.check_softmax_head()
+
     def check_softmax_head(self) -> None:
         """Raises `UserError` if these options cannot be used with the autoregressive baseline."""
         if not 0 <= self.temperature < math.inf:

@@ -19,7 +19,7 @@ from calm_jax.config import resolve
 from calm_jax.data.packing import MASKED
 from calm_jax.errors import UserError
 from calm_jax.losses import Posterior, cross_entropy, energy_score
-from calm_jax.models import layers, stack, transformer
+from calm_jax.models import layers, stack
 from calm_jax.models.autoencoder import Autoencoder
 from calm_jax.models.calm import CALM, TokenPredictor
 from calm_jax.models.heads.energy import EnergyHead, EnergyHeadConfig
@@ -205,8 +205,7 @@ def test_layers_one_after_the_other_train_like_a_loop_over_them(remat, monkeypat
         for kept in ("none", "full")
     }
     assert barriers["full"] >= barriers["none"] + BODY.num_layers
-    for module in (stack, transformer):
-        monkeypatch.setattr(module, "unrolled", lambda length: 1)
+    monkeypatch.setattr(stack, "unrolled", lambda length: 1)
     in_a_loop, _ = gradient_of(remat)
     # Backbone and head have two each, forward and backward; the encoder has single layers.
     assert in_a_loop.lower(params).as_text().count("stablehlo.while") - fewer == 4
