@@ -231,7 +231,8 @@ class Workdir:
         pairs = differing_keys(as_dict(config), as_dict(self.config), training)
         if pairs:
             key, ours, stored = pairs[0]
-            more = f" (and {len(pairs) - 1} more keys)" if len(pairs) > 1 else ""
+            others = len(pairs) - 1
+            more = f" (and {others} more key{'s' * (others > 1)})" if others else ""
             way_out = ", or --overwrite to delete the run in this folder" if training else ""
             raise UserError(
                 f"{self.path} was made with {key}={stored!r}, not {ours!r}{more}: give another --workdir, "
