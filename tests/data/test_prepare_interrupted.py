@@ -61,6 +61,7 @@ app.run(main, flags_parser=parse_flags)
 """
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_set_back_ends_a_preparation_which_then_goes_on(large, tmp_path):
     """Dask would wait until the clock has caught up."""
     command, output = [*large[0], "--workers=1", f"--output={tmp_path}/out"], f"{tmp_path}/out"

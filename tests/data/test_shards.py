@@ -337,7 +337,7 @@ def test_a_shard_made_by_another_worker_is_kept(tmp_path):
     assert contents(tmp_path / "out") == before
 
 
-@pytest.mark.parametrize("packing", ["all", "published"])
+@pytest.mark.parametrize("packing", ["all", pytest.param("published", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_no_document_of_a_changed_text_gets_into_a_shard(name, packing, tmp_path, monkeypatch):
     """Checks end at marks and, to bound the memory, between them; shards may begin within what a check covers."""

@@ -9,7 +9,7 @@ from calm_jax.models.kv_cache import BLOCK, KVCache, UnslicedLayer
 LAYERS, B = 3, 4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 # Products are elementwise for 1 or 2 query heads per key-value head; 12 is no multiple of the sums that are computed together.
 @pytest.mark.parametrize(("H", "G", "A"), [(2, 2, 16), (4, 2, 12), (6, 2, 8)])
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from tests.tiny_model import tiny
     "arguments",
     [
         "k=4",
-        "k=1",
         *(
             pytest.param(one, marks=pytest.mark.slow)
-            for one in ("head=diffusion", "head=flow", "head=softmax")
+            for one in ("k=1", "head=diffusion", "head=flow", "head=softmax")
         ),
     ],
 )
