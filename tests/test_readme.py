@@ -243,7 +243,7 @@ def test_the_quickstarts_dry_run_does_nothing(checkout):
 
 @pytest.mark.slow
 def test_the_quickstart_in_a_short_form(tmp_path):
-    """The script's run on the embedded text, with a few steps instead of all."""
+    """The script's run on the embedded text, with a few steps and one layer instead of all, compiled as users' are."""
     python, *command = dry_run(*block("quickstart"))[-1]
     assert python == ".venv/bin/python"
     short = [
@@ -251,6 +251,9 @@ def test_the_quickstart_in_a_short_form(tmp_path):
         "--config.autoencoder.training.num_steps=20",
         "--config.autoencoder.min_accuracy=0.0",
         "--config.lm.training.num_steps=3",
+        # Compiling takes most of the time.
+        "--config.lm.model.num_layers=1",
+        "--config.lm.head.num_blocks=1",
         "--config.sample.max_tokens=8",
         # A sixth of the held-out text, as scoring takes longer than so few steps.
         "--config.data.holdout_every=120",
