@@ -144,8 +144,8 @@ def make_step(
 
         # If the learning rate is far too high, a finite gradient can still make parameters that are not finite.
         largest = [jnp.abs(leaf).max() for leaf in jax.tree.leaves(params)]
-        # In one array: XLA for CPUs would copy a chain of conditions, one for each leaf, into the update of every leaf, which
-        # doubles the instructions of a small step and half of the time to compile it.
+        # In one array: XLA for CPUs would copy a chain of conditions, one for each leaf, into the update of every leaf. A small step
+        # would then have twice the instructions and take half as long again to compile.
         finite = jnp.isfinite(jnp.stack([norm, metrics["loss"][0], *largest])).all()
         streak = jnp.where(finite, 0, state.nonfinite_streak + 1)
         goes_on = state.nonfinite_streak < config.max_nonfinite_steps
