@@ -142,11 +142,12 @@ def make_step(
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
 
-        # If the learning rate is far too high, a finite gradient can still make parameters that are not finite.
-        largest = [jnp.abs(leaf).max() for leaf in jax.tree.leaves(params)]
+        # If the learning rate is far too high, a finite gradient can still make parameters that are not finite. Then their sum is not
+        # finite either; XLA for CPUs computes a sum four times as fast as the largest absolute value.
+        sums = [leaf.sum() for leaf in jax.tree.leaves(params)]
         # In one array: XLA for CPUs would copy a chain of conditions, one for each leaf, into the update of every leaf. A small step
         # would then have twice the instructions and take half as long again to compile.
-        finite = jnp.isfinite(jnp.stack([norm, metrics["loss"][0], *largest])).all()
+        finite = jnp.isfinite(jnp.stack([norm, metrics["loss"][0], *sums])).all()
         streak = jnp.where(finite, 0, state.nonfinite_streak + 1)
         goes_on = state.nonfinite_streak < config.max_nonfinite_steps
 
