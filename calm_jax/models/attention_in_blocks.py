@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from calm_jax.parallel.products import is_one_cpu, transposed_product
+
 # The number of queries that are processed at once.
 _QUERY_BLOCK = 128
 # The checkpoint name of the results, here and of the splash kernel, which the policies of `lm.model.remat` refer to.
@@ -113,10 +115,19 @@ def _blocks_backward(
         score_gradient_BGRLS = weight_BGRLS * (weight_gradient_BGRLS - delta_BGRL1[block])
         score_gradient_BGRLS = score_gradient_BGRLS.astype(key_BGSA.dtype)
         query_gradients.append(
-            jnp.einsum("BGRLS,BGSA->BGRLA", score_gradient_BGRLS, key_BGSA[:, :, :last])
+            jnp.einsum(
+                "BGRLS,BGSA->BGRLA",
+                score_gradient_BGRLS,
+                key_BGSA[:, :, :last],
+                preferred_element_type=exact,
+            )
         )
 
-        def transposed_product(x_BGRLA: Array, y_BGRLS: Array) -> Array:
+        def summed_over_queries(x_BGRLA: Array, y_BGRLS: Array) -> Array:
+            if x_BGRLA.dtype == jnp.bfloat16 and is_one_cpu():
+                x_BGPA = x_BGRLA.reshape(*x_BGRLA.shape[:2], -1, x_BGRLA.shape[-1])
+                y_BGPS = y_BGRLS.reshape(*y_BGRLS.shape[:2], -1, y_BGRLS.shape[-1])
+                return transposed_product(x_BGPA, y_BGPS, exact)
             # In float32, because a bfloat16 product of this layout fails at run time on CPUs (jaxlib 0.10.1).
             return jnp.einsum(
                 "BGARL,BGRLS->BGAS",
@@ -125,10 +136,10 @@ def _blocks_backward(
             )
 
         key_gradient_BGAS = key_gradient_BGAS.at[..., :last].add(
-            transposed_product(query_BGRLA[block], score_gradient_BGRLS)
+            summed_over_queries(query_BGRLA[block], score_gradient_BGRLS)
         )
         value_gradient_BGAS = value_gradient_BGAS.at[..., :last].add(
-            transposed_product(cotangent_BGRLA[block], weight_BGRLS.astype(value_BGSA.dtype))
+            summed_over_queries(cotangent_BGRLA[block], weight_BGRLS.astype(value_BGSA.dtype))
         )
     return (
         jnp.concatenate(query_gradients, axis=3).astype(query_BGRLA.dtype),

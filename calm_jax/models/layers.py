@@ -18,6 +18,25 @@ from calm_jax.parallel.products import is_one_cpu, product
 normal_init = nn.initializers.normal(0.02)
 
 
+def _operands_in_dtype(
+    *arrays: Array | None, dtype: Any = None, inexact: bool = True
+) -> list[Array | None]:
+    """The input and the kernel of a linear layer in `dtype`, and its float32 bias."""
+    x, kernel, bias = arrays
+    return [*nn.dtypes.promote_dtype(x, kernel, dtype=dtype, inexact=inexact), bias]
+
+
+class _RoundedLinear(nn.DenseGeneral):
+    """A linear layer that adds its bias in float32 and rounds the sum to `dtype`; for bfloat16 on CPUs.
+
+    The gradient of a bfloat16 bias is a sum over rows, which XLA's CPU backend rounds to bfloat16 after each addition; this also
+    takes it three times as long as a float32 sum.
+    """
+
+    def __call__(self, inputs: Array) -> Array:
+        return super().__call__(inputs).astype(self.dtype)
+
+
 def linear(
     features: int | tuple[int, ...],
     dtype: DTypeLike,
@@ -27,6 +46,16 @@ def linear(
     kernel_init: nn.initializers.Initializer = normal_init,
 ) -> nn.DenseGeneral:
     """A linear layer that contracts `axis`; it computes in `dtype` and has float32 parameters."""
+    if use_bias and jnp.dtype(dtype) == jnp.bfloat16 and is_one_cpu():
+        return _RoundedLinear(
+            features,
+            axis=axis,
+            dtype=dtype,
+            promote_dtype=_operands_in_dtype,
+            kernel_init=kernel_init,
+            dot_general=functools.partial(product, in_float32=True),
+            name=name,
+        )
     return nn.DenseGeneral(
         features,
         axis=axis,
@@ -60,17 +89,10 @@ def linear_in_float32(
     kernel_init: nn.initializers.Initializer = normal_init,
 ) -> nn.DenseGeneral:
     """A linear layer with operands in `dtype` and a float32 result: the last layer of a network whose output is float32."""
-
-    def operands_in_dtype(
-        *arrays: Array | None, dtype: Any = None, inexact: bool = True
-    ) -> list[Array | None]:
-        x, kernel, bias = arrays
-        return [*nn.dtypes.promote_dtype(x, kernel, dtype=dtype, inexact=inexact), bias]
-
     return nn.DenseGeneral(
         features,
         dtype=dtype,
-        promote_dtype=operands_in_dtype,
+        promote_dtype=_operands_in_dtype,
         kernel_init=kernel_init,
         dot_general=functools.partial(product, in_float32=True),
         name=name,

@@ -18,7 +18,7 @@ from calm_jax.parallel.constraints import (
     scattered,
 )
 from calm_jax.parallel.devices import target_device
-from calm_jax.parallel.products import product_in_float32
+from calm_jax.parallel.products import product_in_float32, transposed_product
 
 # The largest array of logits that the loss holds on an accelerator, in elements: 512 MiB in float32, a thirtieth of the smallest
 # one's memory. The arithmetic in `cross_entropy` says why it is not smaller.
@@ -119,9 +119,10 @@ def _blocks(block: int, table_VD: Array, x_PD: Array) -> tuple[Array, Array]:
     return filled_VD.reshape(len(first), block, -1), first
 
 
-def _dot(x: Array, y: Array, axis_of_x: int, axis_of_y: int, dtype: jax.typing.DTypeLike) -> Array:
-    dimension_numbers = (((axis_of_x,), (axis_of_y,)), ((), ()))
-    return jax.lax.dot_general(x, y, dimension_numbers, preferred_element_type=dtype)
+def _dot(x: Array, y: Array, axis_of_y: int) -> Array:
+    """The product over the last axis of `x` and one of `y`, two matrices, in float32."""
+    dimension_numbers = (((1,), (axis_of_y,)), ((), ()))
+    return jax.lax.dot_general(x, y, dimension_numbers, preferred_element_type=jnp.float32)
 
 
 def _logits_of_block(x_PD: Array, rows_WD: Array, first: Array, vocab_size: int) -> Array:
@@ -129,7 +130,7 @@ def _logits_of_block(x_PD: Array, rows_WD: Array, first: Array, vocab_size: int)
 
     Such rows would have the logit 0, which may be far above all others and overflow in exp.
     """
-    logit_PW = _dot(x_PD, rows_WD, 1, 1, jnp.float32)
+    logit_PW = _dot(x_PD, rows_WD, 1)
     block = len(rows_WD)
     if vocab_size % block == 0:
         return logit_PW
@@ -185,8 +186,8 @@ def _backward(block: int, kept: tuple[Array, ...], cotangent_P: Array) -> tuple[
         is_target_PW = first + jnp.arange(block) == target_P[:, None]
         gradient_PW = weight_P1 * (jnp.exp(logit_PW - log_sum_P[:, None]) - is_target_PW)
         gradient_PW = gradient_PW.astype(x_PD.dtype)
-        x_gradient_PD += _dot(gradient_PW, rows_WD, 1, 0, jnp.float32)
-        rows_gradient_WD = scattered(_dot(gradient_PW, x_PD, 0, 0, x_PD.dtype))
+        x_gradient_PD += _dot(gradient_PW, rows_WD, 0)
+        rows_gradient_WD = scattered(transposed_product(gradient_PW, x_PD, x_PD.dtype))
         return constrain(x_gradient_PD), rows_gradient_WD
 
     x_gradient_PD, gradient = jax.lax.scan(

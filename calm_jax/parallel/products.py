@@ -5,7 +5,10 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 
 from calm_jax.parallel.constraints import batch_shards, each_group, gathered_kernel, rows_per_device
 from calm_jax.parallel.devices import GPUS, target_device
@@ -41,14 +44,14 @@ def product(
     """
 
     def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        if in_float32 and x.dtype != jax.numpy.float32:
-            return product_in_float32(x, kernel, dimension_numbers)
         of_x, of_kernel = map(tuple, dimension_numbers[0])
         size = len(of_x)
         kept = x.shape[: x.ndim - size]
         is_plain = of_x == tuple(range(len(kept), x.ndim)) and of_kernel == tuple(range(size))
         if is_plain and precision is None and is_one_cpu():
-            return _flat_product(x, kernel, size)
+            return _flat_product(x, kernel, size, jnp.float32 if in_float32 else x.dtype)
+        if in_float32 and x.dtype != jnp.float32:
+            return product_in_float32(x, kernel, dimension_numbers)
         if is_plain and is_single_row(kept, *GPUS):
             return _single_row_product(x, kernel, size, precision)
         return jax.lax.dot_general(x, kernel, dimension_numbers, precision)
@@ -72,11 +75,11 @@ def product(
 def matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """`x @ kernel`, activations [..., I] and a matrix [I, O], in a way that CPUs and GPUs compute fast for few rows.
 
-    The variant for CPUs is not used for many rows, because it makes a training step 15 % slower. The result has the checkpoint
-    name `PRODUCT`.
+    In float32 the variant for CPUs is not used for many rows, because it makes a training step 15 % slower. The result has the
+    checkpoint name `PRODUCT`.
     """
-    if _has_few_rows(x) and is_one_cpu():
-        result = _flat_product(x, kernel, 1)
+    if is_one_cpu() and (_has_few_rows(x) or x.dtype == jnp.bfloat16):
+        result = _flat_product(x, kernel, 1, x.dtype)
     elif is_single_row(x.shape[:-1], *GPUS):
         result = _single_row_product(x, kernel, 1, None)
     else:
@@ -90,23 +93,56 @@ def product_in_float32(
 ) -> jax.Array:
     """`lax.dot_general` of bfloat16 operands with a float32 result, whose gradients are bfloat16 products again.
 
-    Automatic differentiation would multiply the float32 cotangent by the operands in float32, for which the accelerators'
-    bfloat16 matrix units cannot be used. All three products are summed in float32.
+    Automatic differentiation would multiply the float32 cotangent by the operands in float32, for which the bfloat16 matrix units
+    of accelerators and CPUs (AMX) cannot be used. All three products are summed in float32.
     """
-    return jax.lax.dot_general(x, y, dimension_numbers, preferred_element_type=jax.numpy.float32)
+    return jax.lax.dot_general(x, y, dimension_numbers, preferred_element_type=jnp.float32)
 
 
 def _product_in_float32_backward(
     dimension_numbers: jax.lax.DotDimensionNumbers, kept: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    _, pull = jax.vjp(lambda x, y: jax.lax.dot_general(x, y, dimension_numbers), *kept)
-    return pull(g.astype(kept[0].dtype))
+    x, y = kept
+    g = g.astype(x.dtype)
+    of_x, of_y = map(tuple, dimension_numbers[0])
+    if is_one_cpu() and of_x == (x.ndim - 1,) and y.ndim == 2:
+        to_x = (((g.ndim - 1,), (1 - of_y[0],)), ((), ()))
+        x_gradient = jax.lax.dot_general(g, y, to_x, preferred_element_type=jnp.float32)
+        rows = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+        y_gradient = transposed_product(*(rows if of_y == (0,) else rows[::-1]), y.dtype)
+        return x_gradient.astype(x.dtype), y_gradient
+    _, pull = jax.vjp(lambda x, y: jax.lax.dot_general(x, y, dimension_numbers), x, y)
+    return pull(g)
 
 
 product_in_float32.defvjp(
     lambda x, y, dimension_numbers: (product_in_float32(x, y, dimension_numbers), (x, y)),
     _product_in_float32_backward,
 )
+
+
+def transposed_product(x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`x^T y`, [..., P, I] and [..., P, O] -> [..., I, O] in `dtype`: a sum over the rows of activations and gradients.
+
+    XLA's CPU backend computes bfloat16 products by AMX only if they contract the last axis of an array that is stored row by row and
+    have a float32 result; one that contracts the first axes of both sides takes four times as long. So the smaller side is
+    copied there. The layouts are given because XLA would take transposes into the product, which it then cannot compute at all.
+    """
+    batch, rows = tuple(range(x.ndim - 2)), x.ndim - 2
+    if x.dtype != jnp.bfloat16 or not is_one_cpu():
+        contracted = (((rows,), (rows,)), (batch, batch))
+        return jax.lax.dot_general(x, y, contracted, preferred_element_type=dtype)
+    if x.shape[-1] > y.shape[-1]:
+        return transposed_product(y, x, dtype).swapaxes(-1, -2)
+    x_by_features = _stored_by_rows(x.swapaxes(-1, -2))
+    contracted = (((rows + 1,), (rows,)), (batch, batch))
+    result = jax.lax.dot_general(x_by_features, y, contracted, preferred_element_type=jnp.float32)
+    return _stored_by_rows(result).astype(dtype)
+
+
+def _stored_by_rows(x: jax.Array) -> jax.Array:
+    """The same array, with its last axis contiguous in memory."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _has_few_rows(x: jax.Array) -> bool:
@@ -141,7 +177,9 @@ def _single_row_product(
     return result[(slice(None),) * axis + (0,)]
 
 
-def _flat_product(x: jax.Array, kernel: jax.Array, num_contracted: int) -> jax.Array:
+def _flat_product(
+    x: jax.Array, kernel: jax.Array, num_contracted: int, dtype: DTypeLike
+) -> jax.Array:
     """The product over the last axes of `x` and the first of `kernel`, as one product of two matrices; for CPUs."""
     kept, features = x.shape[: x.ndim - num_contracted], kernel.shape[num_contracted:]
     size = math.prod(kernel.shape[:num_contracted])
@@ -152,15 +190,18 @@ def _flat_product(x: jax.Array, kernel: jax.Array, num_contracted: int) -> jax.A
         # the kernel at half of the memory's bandwidth. So the features are halved: two products run at once on two cores, each at
         # that rate. Odd numbers of features, which no recipe has, stay slow.
         halves, kernels = x.reshape(2, 1, -1), kernel.reshape(2, size // 2, -1)
-        result = jax.numpy.sum(halves @ kernels, axis=0)
-    else:
+        result = jnp.sum(jnp.matmul(halves, kernels, preferred_element_type=dtype), axis=0)
+    elif x.dtype == jnp.float32:
         result = _matrix_product(x, kernel)
+    else:
+        # XLA's CPU backend has products by AMX for float32 results only.
+        result = product_in_float32(x, kernel, (((1,), (0,)), ((), ()))).astype(dtype)
     return result.reshape(*kept, *features)
 
 
 @jax.custom_vjp
 def _matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`x @ kernel`, whose gradients are products that XLA's CPU backend computes fast.
+    """`x @ kernel` in float32, whose gradients are products that XLA's CPU backend computes fast.
 
     A product that contracts the first axes of both sides is slow there, so the kernel's gradient is computed
     transposed, and then transposed.

@@ -10,8 +10,9 @@ import pytest
 from benchmarks.suites.train import fresh
 from calm_jax.config import resolve
 from calm_jax.data.tokenizers import vocabulary
+from calm_jax.models.layers import linear
 from calm_jax.parallel import host_memory
-from calm_jax.parallel.products import product
+from calm_jax.parallel.products import product, transposed_product
 from tests.tiny_recipe import get_config
 from tests.workdirs import run_program
 
@@ -37,6 +38,74 @@ def test_a_product_and_its_gradients_equal_those_of_dot_general(x_shape, kernel_
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(our_pull(cotangent), pull(cotangent), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_float32", [False, True])
+@pytest.mark.parametrize(
+    ("x_shape", "kernel_shape", "size"),
+    [
+        ((1, 8), (8, 3), 1),
+        ((1, 7), (7, 3), 1),
+        ((2, 150, 8), (8, 3), 1),
+        ((2, 5, 3, 4), (3, 4, 2, 7), 2),
+    ],
+)
+def test_a_bfloat16_product_and_its_gradients_are_sums_in_float32(
+    x_shape, kernel_shape, size, in_float32
+):
+    """In a compiled program, as XLA chooses the layouts of its arrays. They are rounded once, and to float32 not at all."""
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in (x_shape, kernel_shape))
+    kept = len(x_shape) - size
+    dimensions = ((tuple(range(kept, len(x_shape))), tuple(range(size))), ((), ()))
+    shape = (*x_shape[:kept], *kernel_shape[size:])
+    dtype = jnp.float32 if in_float32 else jnp.bfloat16
+    cotangent = jnp.asarray(rng.normal(size=shape), jnp.bfloat16).astype(dtype)
+
+    @jax.jit
+    def computed(x, kernel):
+        result, pull = jax.vjp(
+            lambda *xs: product(*xs, dimensions, in_float32=in_float32), x, kernel
+        )
+        return result, pull(cotangent)
+
+    in_full = x.astype(jnp.float32), kernel.astype(jnp.float32)
+    expected, pull = jax.vjp(lambda *xs: jax.lax.dot_general(*xs, dimensions), *in_full)
+    ours, gradients = computed(x, kernel)
+    assert ours.dtype == dtype
+    rounding = 2**-8
+    tolerance = 1e-5 if in_float32 else rounding
+    np.testing.assert_allclose(ours.astype(np.float32), expected, rtol=tolerance, atol=tolerance)
+    for a, b in zip(gradients, pull(cotangent.astype(jnp.float32)), strict=True):
+        assert a.dtype == jnp.bfloat16
+        np.testing.assert_allclose(a.astype(np.float32), b, rtol=rounding, atol=1e-5)
+
+
+@pytest.mark.parametrize("features", [(5, 9), (9, 5)])
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_a_transposed_product_sums_over_rows_in_whatever_order_its_result_is_stored(
+    batch, features
+):
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=(*batch, 40, n)), jnp.bfloat16) for n in features)
+    expected = jnp.swapaxes(x, -1, -2).astype(jnp.float32) @ y.astype(jnp.float32)
+    ours = jax.jit(lambda x, y: transposed_product(x, y, jnp.float32))(x, y)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+    turned = jax.jit(lambda x, y: transposed_product(x, y, jnp.float32).swapaxes(-1, -2))(x, y)
+    np.testing.assert_array_equal(turned, ours.swapaxes(-1, -2))
+
+
+def test_the_gradient_of_a_bfloat16_layers_bias_is_summed_in_float32():
+    """Of 4096 equal terms, which a sum in bfloat16 would get wrong by several percent."""
+    layer = linear(3, jnp.bfloat16)
+    x = jnp.zeros((4096, 2), jnp.bfloat16)
+    params = layer.init(jax.random.key(0), x)
+
+    def loss(params):
+        return (layer.apply(params, x) * jnp.bfloat16(0.7)).astype(jnp.float32).sum()
+
+    gradient = jax.jit(jax.grad(loss))(params)["params"]["bias"]
+    np.testing.assert_array_equal(gradient, np.full(3, 4096 * np.float32(jnp.bfloat16(0.7))))
 
 
 @pytest.mark.slow
@@ -77,6 +146,7 @@ print(min(fresh))
 RETURNED = """
 import pathlib, resource
 import jax
+from calm_jax.models.layers import linear
 from calm_jax.parallel import host_memory
 assert host_memory.keep_freed_memory()
 host_memory.return_compilers_memory()
