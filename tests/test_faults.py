@@ -203,16 +203,14 @@ def _read(command: pathlib.Path) -> bytes:
         return b""
 
 
-# At least one trial of each fault, and of each command but the training in two processes, which takes minutes;
-# tests/parallel/test_processes.py kills one of two. tests/run/test_recipe.py has SIGKILL and SIGTERM to a training.
+# A trial of each fault, with commands whose undisturbed run takes seconds, and a power cut to a training. tests/run/test_recipe.py has
+# SIGKILL and SIGTERM to a training, and tests/parallel/test_processes.py to one of two processes.
 _CAMPAIGN = {
     "train": ("cut",),
-    "evaluate": ("int",),
     "generate": ("stop", "clock"),
     "serve": ("kill",),
     "prepare": ("term", "source"),
-    "convert": ("full", "readonly"),
-    "export": ("kill", "two", "orphan"),
+    "export": ("kill", "int", "two", "orphan", "full", "readonly"),
 }
 
 
@@ -230,7 +228,7 @@ def test_commands_that_are_disturbed_lose_nothing(tmp_path):
     campaign = dict(_CAMPAIGN)
     if not _can_mount(tmp_path / "mounted"):
         print("faults full and readonly are left out: this user cannot mount a tmpfs")
-        del campaign["convert"]
+        campaign["export"] = campaign["export"][:-2]
     else:
         assert {fault for some in campaign.values() for fault in some} == set(faults.FAULTS)
     command = ("benchmarks.faults", f"--folder={tmp_path}/runs", "--times=1")
@@ -244,5 +242,5 @@ def test_commands_that_are_disturbed_lose_nothing(tmp_path):
     # Moments are random, and a fault may come after the command's end; most hit.
     assert sum(one["has_hit"] for one in records) > len(records) / 2
     # What is done is not done again.
-    run(*command, "--jobs=export", "--faults=kill,two,orphan")
+    run(*command, "--jobs=export", f"--faults={','.join(campaign['export'])}")
     assert len(trials.read_text().splitlines()) == len(records)

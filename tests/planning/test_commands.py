@@ -69,9 +69,19 @@ def planned(text: str, topology: str) -> list[tuple[str, ...]]:
     ]
 
 
+EVERY = {one for _, text, topology in COMMANDS for one in planned(text, topology)}
+
+
+def is_implied(options: tuple[str, ...]) -> bool:
+    """Whether what fits on one host is planned on four: each device has a quarter of the rows, and no more of the parameters. The
+    longest plans, those of second stages, are made all the same."""
+    smaller = tuple(word.replace("h100:8x4", "h100:8") for word in options)
+    return "--stage=lm" not in options and smaller != options and smaller in EVERY
+
+
 # Large models and second stages take longest, and come first: with two processes the last one has not to be waited for.
 PLANS = sorted(
-    {one for _, text, topology in COMMANDS for one in planned(text, topology)},
+    (one for one in EVERY if not is_implied(one)),
     key=lambda one: ("--stage=lm" in one, one),
     reverse=True,
 )
