@@ -203,8 +203,8 @@ def _read(command: pathlib.Path) -> bytes:
         return b""
 
 
-# A trial of each fault, with commands whose undisturbed run takes seconds, and a power cut to a training. tests/run/test_recipe.py has
-# SIGKILL and SIGTERM to a training, and tests/parallel/test_processes.py to one of two processes.
+# A trial of each fault, with commands whose undisturbed run takes seconds, and a power cut to a training. tests/run/test_recipe.py
+# kills and stops a training, and tests/parallel/test_processes.py one of two processes that train together.
 _CAMPAIGN = {
     "train": ("cut",),
     "generate": ("stop", "clock"),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from calm_jax.parallel.products import is_one_cpu, transposed_product
+from calm_jax.parallel.products import is_single_cpu, transposed_product
 
 # The number of queries that are processed at once.
 _QUERY_BLOCK = 128
@@ -120,15 +120,15 @@ def _blocks_backward(
                 score_gradient_BGRLS,
                 key_BGSA[:, :, :last],
                 preferred_element_type=exact,
-            )
+            ).astype(query_BGRLA.dtype)
         )
 
         def summed_over_queries(x_BGRLA: Array, y_BGRLS: Array) -> Array:
-            if x_BGRLA.dtype == jnp.bfloat16 and is_one_cpu():
+            if x_BGRLA.dtype == jnp.bfloat16 and is_single_cpu():
                 x_BGPA = x_BGRLA.reshape(*x_BGRLA.shape[:2], -1, x_BGRLA.shape[-1])
                 y_BGPS = y_BGRLS.reshape(*y_BGRLS.shape[:2], -1, y_BGRLS.shape[-1])
                 return transposed_product(x_BGPA, y_BGPS, exact)
-            # In float32, because a bfloat16 product of this layout fails at run time on CPUs (jaxlib 0.10.1).
+            # In float32, because on several CPU devices a bfloat16 product of this layout fails at run time (jaxlib 0.10.1).
             return jnp.einsum(
                 "BGARL,BGRLS->BGAS",
                 x_BGRLA.transpose(0, 1, 4, 2, 3).astype(exact),
@@ -142,7 +142,7 @@ def _blocks_backward(
             summed_over_queries(cotangent_BGRLA[block], weight_BGRLS.astype(value_BGSA.dtype))
         )
     return (
-        jnp.concatenate(query_gradients, axis=3).astype(query_BGRLA.dtype),
+        jnp.concatenate(query_gradients, axis=3),
         key_gradient_BGAS.swapaxes(2, 3).astype(key_BGSA.dtype),
         value_gradient_BGAS.swapaxes(2, 3).astype(value_BGSA.dtype),
         None,

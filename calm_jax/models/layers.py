@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from calm_jax.parallel.constraints import constrain_groups, each_group, gathered_in
 from calm_jax.parallel.devices import target_device
 from calm_jax.parallel.mesh import path_of
-from calm_jax.parallel.products import is_one_cpu, product
+from calm_jax.parallel.products import is_one_cpu, is_single_cpu, product
 
 # Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
 normal_init = nn.initializers.normal(0.02)
@@ -46,7 +46,7 @@ def linear(
     kernel_init: nn.initializers.Initializer = normal_init,
 ) -> nn.DenseGeneral:
     """A linear layer that contracts `axis`; it computes in `dtype` and has float32 parameters."""
-    if use_bias and jnp.dtype(dtype) == jnp.bfloat16 and is_one_cpu():
+    if use_bias and jnp.dtype(dtype) == jnp.bfloat16 and is_single_cpu():
         return _RoundedLinear(
             features,
             axis=axis,

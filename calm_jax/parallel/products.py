@@ -78,7 +78,7 @@ def matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     In float32 the variant for CPUs is not used for many rows, because it makes a training step 15 % slower. The result has the
     checkpoint name `PRODUCT`.
     """
-    if is_one_cpu() and (_has_few_rows(x) or x.dtype == jnp.bfloat16):
+    if is_one_cpu() and (_has_few_rows(x) or (x.dtype == jnp.bfloat16 and is_single_cpu())):
         result = _flat_product(x, kernel, 1, x.dtype)
     elif is_single_row(x.shape[:-1], *GPUS):
         result = _single_row_product(x, kernel, 1, None)
@@ -105,7 +105,7 @@ def _product_in_float32_backward(
     x, y = kept
     g = g.astype(x.dtype)
     of_x, of_y = map(tuple, dimension_numbers[0])
-    if is_one_cpu() and of_x == (x.ndim - 1,) and y.ndim == 2:
+    if is_single_cpu() and of_x == (x.ndim - 1,) and y.ndim == 2:
         to_x = (((g.ndim - 1,), (1 - of_y[0],)), ((), ()))
         x_gradient = jax.lax.dot_general(g, y, to_x, preferred_element_type=jnp.float32)
         rows = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
@@ -125,11 +125,12 @@ def transposed_product(x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.Arra
     """`x^T y`, [..., P, I] and [..., P, O] -> [..., I, O] in `dtype`: a sum over the rows of activations and gradients.
 
     XLA's CPU backend computes bfloat16 products by AMX only if they contract the last axis of an array that is stored row by row and
-    have a float32 result; one that contracts the first axes of both sides takes four times as long. So the smaller side is
-    copied there. The layouts are given because XLA would take transposes into the product, which it then cannot compute at all.
+    have a float32 result; one that contracts the first axes of both sides takes four times as long. So on a CPU the smaller side is
+    copied. The layouts of the copy and of the result are given, because XLA would otherwise make one product of a transpose and a
+    product, and for some of those it has no program.
     """
     batch, rows = tuple(range(x.ndim - 2)), x.ndim - 2
-    if x.dtype != jnp.bfloat16 or not is_one_cpu():
+    if x.dtype != jnp.bfloat16 or not is_single_cpu():
         contracted = (((rows,), (rows,)), (batch, batch))
         return jax.lax.dot_general(x, y, contracted, preferred_element_type=dtype)
     if x.shape[-1] > y.shape[-1]:
@@ -153,6 +154,12 @@ def _has_few_rows(x: jax.Array) -> bool:
 def is_one_cpu() -> bool:
     """Whether all rows of a batch are on one CPU device; its weights may be split over `tensor`."""
     return batch_shards() == 1 and target_device().platform == "cpu"
+
+
+def is_single_cpu() -> bool:
+    """Whether a program runs on one CPU device, so that its arrays can be given layouts: XLA's partitioner gathers such arrays."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return target_device().platform == "cpu" and (mesh.empty or mesh.size == 1)
 
 
 def is_single_row(kept: tuple[int, ...], *platforms: str) -> bool:
@@ -190,18 +197,18 @@ def _flat_product(
         # the kernel at half of the memory's bandwidth. So the features are halved: two products run at once on two cores, each at
         # that rate. Odd numbers of features, which no recipe has, stay slow.
         halves, kernels = x.reshape(2, 1, -1), kernel.reshape(2, size // 2, -1)
-        result = jnp.sum(jnp.matmul(halves, kernels, preferred_element_type=dtype), axis=0)
-    elif x.dtype == jnp.float32:
+        result = jnp.sum(jnp.matmul(halves, kernels, preferred_element_type=jnp.float32), axis=0)
+    elif x.dtype == dtype and (dtype == jnp.float32 or not is_single_cpu()):
         result = _matrix_product(x, kernel)
     else:
         # XLA's CPU backend has products by AMX for float32 results only.
-        result = product_in_float32(x, kernel, (((1,), (0,)), ((), ()))).astype(dtype)
-    return result.reshape(*kept, *features)
+        result = product_in_float32(x, kernel, (((1,), (0,)), ((), ())))
+    return result.astype(dtype).reshape(*kept, *features)
 
 
 @jax.custom_vjp
 def _matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`x @ kernel` in float32, whose gradients are products that XLA's CPU backend computes fast.
+    """`x @ kernel`, whose gradients are products that XLA's CPU backend computes fast.
 
     A product that contracts the first axes of both sides is slow there, so the kernel's gradient is computed
     transposed, and then transposed.

@@ -146,7 +146,6 @@ print(min(fresh))
 RETURNED = """
 import pathlib, resource
 import jax
-from calm_jax.models.layers import linear
 from calm_jax.parallel import host_memory
 assert host_memory.keep_freed_memory()
 host_memory.return_compilers_memory()

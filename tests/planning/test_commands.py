@@ -1,4 +1,4 @@
-"""Every command of the README, the docs and launch/ that trains on a named cluster or slice fits there: both stages and their evaluations are compiled for it."""
+"""Every command of the README, the docs and launch/ that trains on a named cluster or slice fits there: both stages and their evaluations are compiled for it, unless a smaller cluster's imply them."""
 
 import itertools
 import json
