@@ -25,7 +25,7 @@ def get_config() -> ConfigDict:
     # K, the number of tokens that one latent vector stands for, in both stages (paper: 4). A softmax head needs 1.
     config.chunk_size = 4
     # Precision of activations and matrix products: "bfloat16" or "float32". Parameters, losses, the statistics of norms and
-    # softmax are always float32. On CPUs "bfloat16" is faster if they have AMX (docs/benchmarks.md).
+    # softmax are always float32. On CPUs with AMX "bfloat16" trains faster (docs/benchmarks.md).
     config.compute_dtype = "bfloat16"
 
     # --- Text -----------------------------------------------------------------------------------
