@@ -416,7 +416,7 @@ def _blocks(block_tokens: int, append_eos: bool, align_documents_to_chunks: bool
 
 def _optimizer() -> ConfigDict:
     optimizer = ConfigDict()
-    # Learning rate after warm-up.
+    # Learning rate after warm-up, at most 1; its product with `weight_decay`, too.
     optimizer.learning_rate = 3e-4
     # Steps of linear warm-up from 0. The published scripts ask for 1000 (autoencoder) and 2000 (language model), but their
     # scheduler ignores it, so that 0 reproduces what they do.
@@ -450,6 +450,6 @@ def _training(num_steps: int, batch_size: int) -> ConfigDict:
     training.eval_every = 2000
     # Steps between checkpoints.
     training.checkpoint_every = 1000
-    # An update whose loss, gradient or new parameters are not finite is skipped; this many in a row end the run with an error.
+    # An update whose loss or gradient is not finite is skipped; this many in a row end the run with an error.
     training.max_nonfinite_steps = 10
     return training

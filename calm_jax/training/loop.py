@@ -321,7 +321,7 @@ class Trainer:
         self._progress.values(step, values)
         if skipped > self._skipped:
             self._progress.note(
-                f"skipped {skipped - self._skipped} update(s) up to step {step}, because loss, gradient or parameters were not finite"
+                f"skipped {skipped - self._skipped} update(s) up to step {step}, because loss or gradient was not finite"
             )
             self._skipped = skipped
 
@@ -365,6 +365,6 @@ class Trainer:
             else f"the checkpoint of step {kept} is good"
         )
         raise AgreedError(
-            f"{name}: loss, gradient or parameters were not finite in {streak} updates in a row, steps {step - streak + 1} to {step}; "
+            f"{name}: loss or gradient was not finite in {streak} updates in a row, steps {step - streak + 1} to {step}; "
             f"{good}. A lower {name}.optimizer.learning_rate or {name}.optimizer.max_grad_norm may help"
         )

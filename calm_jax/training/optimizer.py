@@ -3,16 +3,25 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from calm_jax.errors import UserError, require_at_least, require_one_of, require_positive
+from calm_jax.errors import UserError, require_at_least, require_one_of, require_positive, shown
 
 SCHEDULES = ("constant", "cosine")
+# The largest decay rate of a moment that float32 tells from 1 by more than rounding.
+_LARGEST_BETA = 1 - 1e-6
+# Far above the smallest number of float32, by which a quotient could overflow.
+_SMALLEST_EPSILON = 1e-30
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """`config.<stage>.optimizer`; every key is described in `configs/common.py`."""
+    """`config.<stage>.optimizer`; every key is described in `configs/common.py`.
+
+    Within the limits of these values a finite gradient gives finite parameters: an update changes a parameter by at most
+    learning rate * (max_grad_norm / epsilon + weight_decay * |parameter|).
+    """
 
     learning_rate: float
     warmup_steps: int
@@ -27,11 +36,22 @@ class OptimizerConfig:
     def __post_init__(self):
         path = "optimizer."
         require_one_of("optimizer.schedule", self.schedule, SCHEDULES)
-        require_positive(self, path, "learning_rate", "max_grad_norm", "epsilon")
+        require_positive(self, path, "learning_rate", "max_grad_norm")
+        require_at_least(_SMALLEST_EPSILON, self, path, "epsilon")
         require_at_least(0, self, path, "warmup_steps", "final_learning_rate", "weight_decay")
         for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"optimizer.{name}={getattr(self, name)} must be in [0, 1)")
+            if not 0 <= getattr(self, name) <= _LARGEST_BETA:
+                raise UserError(
+                    f"optimizer.{name}={getattr(self, name)} must be in [0, {_LARGEST_BETA}]"
+                )
+        for name in ("learning_rate", "final_learning_rate"):
+            rate = getattr(self, name)
+            if rate > 1:
+                raise UserError(f"optimizer.{name}={rate} must be at most 1")
+            if rate * self.weight_decay > 1:
+                raise UserError(
+                    f"optimizer.weight_decay={self.weight_decay} must be at most {shown(1 / rate)}, 1 / optimizer.{name}"
+                )
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
@@ -57,10 +77,23 @@ def decayed(params: dict) -> dict:
     )
 
 
+def _clip_by_global_norm(largest: float) -> optax.GradientTransformation:
+    """As `optax.clip_by_global_norm`, but it multiplies each gradient by one scalar factor instead of dividing by the norm.
+
+    XLA for CPUs fuses products into AdamW's arithmetic, where it computes quotients apart and writes them to memory.
+    """
+
+    def clip(gradient: optax.Updates, params: optax.Params | None) -> optax.Updates:
+        factor = jnp.minimum(1, largest / optax.tree.norm(gradient))
+        return jax.tree.map(lambda g: g * factor, gradient)
+
+    return optax.stateless(clip)
+
+
 def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
     """Clipping of the global norm, then AdamW."""
     return optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm),
+        _clip_by_global_norm(config.max_grad_norm),
         optax.adamw(
             make_schedule(config, num_steps),
             b1=config.beta1,

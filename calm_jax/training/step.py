@@ -86,7 +86,7 @@ def make_step(
 
     Every random number is keyed by (`key`, step, row of the batch). The gradient is that of the summed loss, added over
     microbatches and divided once by the total weight, so that the split into microbatches and devices changes nothing but
-    rounding. An update whose loss, gradient or new parameters are not finite is skipped and counted. After
+    rounding. An update whose loss or gradient is not finite is skipped and counted. After
     `max_nonfinite_steps` skipped updates in a row the state no longer changes; the loop then ends the run with an error.
 
     Args:
@@ -136,23 +136,28 @@ def make_step(
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             (gradient, metrics), _ = jax.lax.scan(add, zeros, micro)
 
-        weight = jnp.maximum(metrics["loss"][1], 1)
-        gradient = jax.tree.map(lambda g: g / weight, gradient)
+        # A product, which XLA for CPUs fuses into what uses it, where it would write a quotient to memory.
+        per_target = 1 / jnp.maximum(metrics["loss"][1], 1)
+        gradient = jax.tree.map(lambda g: g * per_target, gradient)
         norm = optax.tree.norm(gradient)
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-
-        # If the learning rate is far too high, a finite gradient can still make parameters that are not finite. Then their sum is not
-        # finite either, and XLA for CPUs computes it faster than the largest absolute value.
-        sums = [leaf.sum() for leaf in jax.tree.leaves(params)]
-        # In one array: XLA for CPUs would copy a chain of conditions, one for each leaf, into the update of every leaf. A small step
-        # would then have twice the instructions and take half as long again to compile.
-        finite = jnp.isfinite(jnp.stack([norm, metrics["loss"][0], *sums])).all()
+        # Then the new parameters are finite, too (`OptimizerConfig`).
+        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"][0])
         streak = jnp.where(finite, 0, state.nonfinite_streak + 1)
         goes_on = state.nonfinite_streak < config.max_nonfinite_steps
 
         def choose(condition: Array, new: Any, old: Any) -> Any:
             return jax.tree.map(functools.partial(jnp.where, condition), new, old)
+
+        def updated(opt_state: Any) -> tuple[Params, Any]:
+            updates, new = optimizer.update(gradient, opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            return choose(finite & goes_on, (params, new), (state.params, opt_state))
+
+        # The update is written twice, first for the parameters and then for the optimizer's state, so that each array is read and
+        # written in its place. Without the barrier XLA for CPUs would write the state first, and so copy the old one.
+        params, _ = updated(state.opt_state)
+        old_opt_state, params = jax.lax.optimization_barrier((state.opt_state, params))
+        _, opt_state = updated(old_opt_state)
 
         is_text = (batch["targets"] != MASKED) & (batch["targets"] != pad_id)
         one = jnp.float32(1)
@@ -162,9 +167,6 @@ def make_step(
             lambda new, old: jnp.where(finite, new, 0).astype(jnp.float32) + old,
             metrics,
             state.metrics,
-        )
-        params, opt_state = choose(
-            finite & goes_on, (params, opt_state), (state.params, state.opt_state)
         )
         step, metrics, streak, total = choose(
             goes_on,

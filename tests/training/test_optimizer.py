@@ -91,6 +91,22 @@ def test_optimizer_steps_equal_adamw_by_hand():
             np.testing.assert_allclose(leaf, by_hand[path], rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("direction", [1.0, -1.0])
+def test_parameters_stay_finite_at_the_limits_of_the_config(direction):
+    """The largest and the smallest gradients in turn, at the highest rates and with a tiny epsilon."""
+    config = optimizer_config(
+        learning_rate=1.0, weight_decay=1.0, beta1=0.999999, beta2=0.999999, epsilon=1e-30
+    )
+    transform, params = optimizer.make_optimizer(config, num_steps=10), tiny_tree()
+    update, state = jax.jit(transform.update), transform.init(params)
+    for step in range(200):
+        size = direction * (1e18, 0.0, 1e-30)[step % 3]
+        gradient = jax.tree.map(lambda leaf, size=size: jnp.full_like(leaf, size), params)
+        updates, state = update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state)))
+
+
 @pytest.mark.parametrize("warmup_steps", [0, 3])
 def test_logged_norms_are_those_of_the_parameters_and_of_the_last_change(warmup_steps):
     """With decay, clipping and a schedule; stacked layers one by one.
