@@ -5,12 +5,14 @@ python -m calm_jax.main --config=configs/quickstart.py
 
 from ml_collections import ConfigDict
 
+from calm_jax.parallel.cpu import has_amx
 from configs import common
 
 
 def get_config(arguments: str = "") -> ConfigDict:
     config = common.get_config()
-    config.compute_dtype = "float32"
+    # CPUs with AMX train faster in bfloat16, with the same score (docs/benchmarks.md); others do not.
+    config.compute_dtype = "bfloat16" if has_amx() else "float32"
 
     # Two tokens: a model this small writes more words with such chunks than with four (docs/experiments.md).
     config.chunk_size = 2

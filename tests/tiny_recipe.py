@@ -8,6 +8,8 @@ from configs import common, quickstart
 def get_config(arguments: str) -> ConfigDict:
     train_files, _, changes = arguments.partition(",")
     config = quickstart.get_config("head=energy,k=4")
+    # On every CPU, so that tests are the same everywhere.
+    config.compute_dtype = "float32"
     config.data.train_files = train_files
     config.data.holdout_every = 3
     config.tokenizer.kind = "bytes"

@@ -5,6 +5,7 @@ import os
 import pathlib
 import platform
 
+from calm_jax.parallel.cpu import extensions
 from calm_jax.parallel.host_memory import return_compilers_memory
 
 # Programs that compile in less time than this are not cached.
@@ -48,9 +49,5 @@ def folder() -> pathlib.Path:
 
 def _cpu() -> str:
     """A name for the kind of CPU: the machine's architecture, and on Linux a hash of the instructions that it has."""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
+    names = " ".join(extensions())
+    return f"{platform.machine()}-{hashlib.sha256(names.encode()).hexdigest()[:8]}"

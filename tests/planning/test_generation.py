@@ -51,6 +51,7 @@ def test_a_chunk_takes_one_pass_over_the_weights_and_the_cache():
 
 def test_the_token_predictors_weights_are_read_with_a_token_prior_alone():
     recipe = quickstart.get_config("head=energy")
+    recipe.compute_dtype = "float32"
     with_prior, predictor = resolve(recipe), sizes.language_model(resolve(recipe), 4096)
     recipe.lm.token_prior_weight = 0.0
     more = generation._weight_bytes(with_prior, 4096) - generation._weight_bytes(
