@@ -7,6 +7,7 @@ import re
 import types
 
 import flax.linen as nn
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,7 @@ from calm_jax import build
 from calm_jax.config import resolve
 from calm_jax.data.tokenizers import Vocabulary
 from calm_jax.models.heads.adaln import AdaLNMLP
-from calm_jax.models.heads.energy import EnergyHead
+from calm_jax.models.heads.energy import EnergyHead, NoiseBlock
 from calm_jax.models.layers import look_up
 from calm_jax.models.vocabulary import logits
 from calm_jax.parallel import products
@@ -115,6 +116,28 @@ def test_a_heads_output_is_not_rounded_to_bfloat16(head):
     # The product's result is float32, too: values of random kernels are no bfloat16 numbers.
     output = apply(params | {"output": params["output"] | {"bias": jnp.zeros(size)}})
     assert (output != output.astype(jnp.bfloat16).astype(jnp.float32)).mean() > 0.9
+
+
+def test_the_gradients_of_the_energy_heads_biases_are_summed_in_float32():
+    """4096 equal positions have 4096 times the gradients of one, which sums in bfloat16 would miss by 5 %."""
+    block = NoiseBlock(1e-6, jnp.bfloat16)
+    x_PND, condition_PD = jnp.ones((1, 2, 8), jnp.bfloat16), jnp.ones((1, 8), jnp.bfloat16)
+    shapes = jax.eval_shape(block.init, jax.random.key(0), x_PND, condition_PD)
+    params = random_like(shapes)["params"]
+
+    def gradients(positions):
+        def total(params):
+            inputs = jnp.tile(x_PND, (positions, 1, 1)), jnp.tile(condition_PD, (positions, 1))
+            return block.apply({"params": params}, *inputs)[0].astype(jnp.float32).sum()
+
+        flat = flax.traverse_util.flatten_dict(jax.jit(jax.grad(total))(params))
+        return {path: value for path, value in flat.items() if path[-1].endswith("bias")}
+
+    many, one = gradients(4096), gradients(1)
+    assert ("input_bias",) in many and len(many) == 5
+    for path, value in many.items():
+        # Each row's gradient is rounded to bfloat16 before the sum.
+        np.testing.assert_allclose(value, 4096 * one[path], rtol=2e-2, atol=2, err_msg=str(path))
 
 
 def test_the_frozen_autoencoder_multiplies_at_the_highest_precision(monkeypatch):

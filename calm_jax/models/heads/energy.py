@@ -77,10 +77,12 @@ class NoiseBlock(nn.Module):
     def __call__(self, x_PND: Array, condition_PD: Array) -> tuple[Array, None]:
         width = x_PND.shape[-1]
         kernel = self.param("input_kernel", normal_init, (2 * width, width)).astype(self.dtype)
-        bias = self.param("input_bias", nn.initializers.zeros, (width,)).astype(self.dtype)
+        bias = self.param("input_bias", nn.initializers.zeros, (width,))
         normed_PND = layer_norm(self.norm_epsilon, self.dtype, "norm")(x_PND)
         kernel = gathered_kernel(kernel)
-        once_PD = matrix_product(condition_PD, kernel[width:]) + bias
+        # In float32, so that the bias's gradient, a sum over positions, is summed in float32 on every device.
+        once_PD = matrix_product(condition_PD, kernel[width:]).astype(jnp.float32) + bias
+        once_PD = once_PD.astype(self.dtype)
         a_PND = nn.silu(matrix_product(normed_PND, kernel[:width]) + once_PD[:, None])
         a_PND = nn.silu(linear(width, self.dtype, "hidden")(a_PND))
         a_PND = gated_halves(linear(2 * width, self.dtype, "gate_up")(a_PND))
