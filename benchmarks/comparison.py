@@ -25,12 +25,17 @@ _PUBLISHED_STAGE_2 = [
 ]
 
 
+def _recipe(variant: str) -> list[str]:
+    # In float32 on every CPU, so that runs of different machines can be compared.
+    return [f"--config=configs/quickstart.py:{variant}", "--config.compute_dtype=float32"]
+
+
 def _stage_1(variant: str, *more: str) -> list[str]:
-    return [f"--config=configs/quickstart.py:{variant}", "--config.stage=autoencoder", *more]
+    return [*_recipe(variant), "--config.stage=autoencoder", *more]
 
 
 def _stage_2(variant: str, budget: float, *more: str) -> list[str]:
-    words = [f"--config=configs/quickstart.py:{variant}", *more]
+    words = [*_recipe(variant), *more]
     steps = max(1, round(budget / step_flops(config_of(words), "lm")))
     words.append(f"--config.lm.training.num_steps={steps}")
     words.append(f"--config.lm.training.eval_every={max(1, steps // 4)}")

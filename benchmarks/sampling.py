@@ -95,6 +95,7 @@ def _trained(folder: str) -> tuple[Bind, Any, Array]:
 def _task_of_sizes() -> CalmTask:
     """The quickstart's task with the sizes of the flags, K = 4, the energy head with four blocks, and latents of size 64."""
     tree = quickstart.get_config("head=energy,k=4")
+    tree.compute_dtype = "float32"
     tree.tokenizer.kind = "bytes"
     autoencoder, model = tree.autoencoder.model, tree.lm.model
     autoencoder.latent_size = 64

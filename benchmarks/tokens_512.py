@@ -15,6 +15,8 @@ from configs import quickstart
 
 def get_config(arguments: str = "head=energy,k=4") -> ConfigDict:
     config = quickstart.get_config(arguments)
+    # On every CPU, as in those runs.
+    config.compute_dtype = "float32"
     config.tokenizer.vocab_size, config.tokenizer.whitespace_pieces = 512, False
     if config.lm.head.name == "energy":
         config.sample.sampler, config.sample.temperature = "noise", 0.33

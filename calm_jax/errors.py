@@ -57,7 +57,7 @@ def require_one_of(key: str, value: object, known: Iterable[str]) -> None:
         raise UserError(f"{key}={value!r} is none of {', '.join(names)}")
 
 
-def require_at_least(least: float, section: object, path: str, *names: str) -> None:
+def require_at_least(least: int, section: object, path: str, *names: str) -> None:
     """Raises `UserError` for the first of a section's keys, `path` with each of `names`, whose value is below `least`."""
     for name in names:
         if getattr(section, name) < least:

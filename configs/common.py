@@ -416,21 +416,23 @@ def _blocks(block_tokens: int, append_eos: bool, align_documents_to_chunks: bool
 
 def _optimizer() -> ConfigDict:
     optimizer = ConfigDict()
-    # Learning rate after warm-up, at most 1; its product with `weight_decay`, too.
+    # Learning rate after warm-up, at most 1.
     optimizer.learning_rate = 3e-4
     # Steps of linear warm-up from 0. The published scripts ask for 1000 (autoencoder) and 2000 (language model), but their
     # scheduler ignores it, so that 0 reproduces what they do.
     optimizer.warmup_steps = 2000
-    # Learning rate after warm-up: "constant" (published), or "cosine", which decays to `final_learning_rate` at the last step.
+    # Learning rate after warm-up: "constant" (published), or "cosine", which decays to `final_learning_rate` (at most 1) at the
+    # last step.
     optimizer.schedule = "constant"
     optimizer.final_learning_rate = 0.0
-    # AdamW's decay rates of the moments, and the term added to the denominator.
+    # AdamW's decay rates of the moments, at most 0.999999, and the term added to the denominator, from 1e-20 to 1.
     optimizer.beta1 = 0.9
     optimizer.beta2 = 0.95
     optimizer.epsilon = 1e-8
-    # Weight decay of matrices and embeddings; biases and scales of norms have none.
+    # Weight decay of matrices and embeddings; biases and scales of norms have none. At most 1000, and one divided by the highest
+    # learning rate.
     optimizer.weight_decay = 0.1
-    # Gradients with a larger global norm are scaled down to it.
+    # Gradients with a larger global norm are scaled down to it; at most 1e10.
     optimizer.max_grad_norm = 1.0
     return optimizer
 

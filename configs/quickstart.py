@@ -11,7 +11,7 @@ from configs import common
 
 def get_config(arguments: str = "") -> ConfigDict:
     config = common.get_config()
-    # CPUs with AMX train faster in bfloat16, with the same score (docs/benchmarks.md); others do not.
+    # A CPU with AMX trains faster in bfloat16, with the same score (docs/benchmarks.md); other CPUs do not.
     config.compute_dtype = "bfloat16" if has_amx() else "float32"
 
     # Two tokens: a model this small writes more words with such chunks than with four (docs/experiments.md).

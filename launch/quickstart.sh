@@ -12,9 +12,9 @@
 #
 # Needs: Python 3.11, 3.12 or 3.13 with venv (on Debian and Ubuntu the package python3-venv), a connection to PyPI for the
 # installation, 3 GB of memory. The installation has no GPU or TPU support: the model is made for a CPU.
-# Costs: 11 minutes after the installation for the default recipe on two cores of an Intel Xeon (Ice Lake, 2.8 GHz), 7 on two of a
-# Xeon with AMX, about half of the 11 on two of an AMD EPYC (Zen 5) (docs/benchmarks.md); 3.8e13 floating-point operations. For comparison: CALM-M with its autoencoder is
-# 3.47e20 FLOPs (calm_jax/cost/flops.py).
+# Costs: 11 minutes after the installation for the default recipe on two cores of an Intel Xeon (Ice Lake, 2.8 GHz), about half of
+# that on two of an AMD EPYC (Zen 5), 8 with the installation on two of a Xeon with AMX (docs/benchmarks.md); 3.8e13 floating-point
+# operations. For comparison: CALM-M with its autoencoder is 3.47e20 FLOPs (calm_jax/cost/flops.py).
 set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"

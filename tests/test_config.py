@@ -231,6 +231,11 @@ BAD = [
     ("lm.optimizer.learning_rate", {"lm.optimizer.learning_rate": 1.5}),
     ("lm.optimizer.final_learning_rate", {"lm.optimizer.final_learning_rate": 2.0}),
     ("lm.optimizer.weight_decay", {"lm.optimizer.weight_decay": 4000.0}),
+    (
+        "lm.optimizer.weight_decay",
+        {"lm.optimizer.weight_decay": 10.0, "lm.optimizer.learning_rate": 0.2},
+    ),
+    ("lm.optimizer.max_grad_norm", {"lm.optimizer.max_grad_norm": 1e11}),
     ("lm.optimizer.weight_decay", {"lm.optimizer.weight_decay": -1.0}),
     ("lm.optimizer.epsilon", {"lm.optimizer.epsilon": 0.0}),
     ("lm.optimizer.epsilon", {"lm.optimizer.epsilon": 1e-40}),

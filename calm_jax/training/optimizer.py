@@ -6,21 +6,28 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from calm_jax.errors import UserError, require_at_least, require_one_of, require_positive, shown
+from calm_jax.errors import UserError, require_at_least, require_one_of
 
 SCHEDULES = ("constant", "cosine")
-# The largest decay rate of a moment that float32 tells from 1 by more than rounding.
-_LARGEST_BETA = 1 - 1e-6
-# Far above the smallest number of float32, by which a quotient could overflow.
-_SMALLEST_EPSILON = 1e-30
+# The smallest and the largest value of each key. Outside of them float32 overflows, or no training is stable.
+_LIMITS = {
+    "learning_rate": (1e-20, 1.0),
+    "final_learning_rate": (0.0, 1.0),
+    "beta1": (0.0, 0.999999),
+    "beta2": (0.0, 0.999999),
+    "epsilon": (1e-20, 1.0),
+    "weight_decay": (0.0, 1e3),
+    "max_grad_norm": (1e-20, 1e10),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """`config.<stage>.optimizer`; every key is described in `configs/common.py`.
 
-    Within the limits of these values a finite gradient gives finite parameters: an update changes a parameter by at most
-    learning rate * (max_grad_norm / epsilon + weight_decay * |parameter|).
+    Within the limits of the keys, finite gradients make finite parameters: an update changes a parameter by at most
+    learning rate * (max_grad_norm / epsilon + weight_decay * |parameter|), which is far below float32's largest number, and the
+    decay alone makes no parameter larger.
     """
 
     learning_rate: float
@@ -34,24 +41,17 @@ class OptimizerConfig:
     max_grad_norm: float
 
     def __post_init__(self):
-        path = "optimizer."
         require_one_of("optimizer.schedule", self.schedule, SCHEDULES)
-        require_positive(self, path, "learning_rate", "max_grad_norm")
-        require_at_least(_SMALLEST_EPSILON, self, path, "epsilon")
-        require_at_least(0, self, path, "warmup_steps", "final_learning_rate", "weight_decay")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) <= _LARGEST_BETA:
-                raise UserError(
-                    f"optimizer.{name}={getattr(self, name)} must be in [0, {_LARGEST_BETA}]"
-                )
-        for name in ("learning_rate", "final_learning_rate"):
-            rate = getattr(self, name)
-            if rate > 1:
-                raise UserError(f"optimizer.{name}={rate} must be at most 1")
-            if rate * self.weight_decay > 1:
-                raise UserError(
-                    f"optimizer.weight_decay={self.weight_decay} must be at most {shown(1 / rate)}, 1 / optimizer.{name}"
-                )
+        require_at_least(0, self, "optimizer.", "warmup_steps")
+        for name, (least, most) in _LIMITS.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise UserError(f"optimizer.{name}={value} must be from {least:g} to {most:g}")
+        highest = max(self.learning_rate, self.final_learning_rate)
+        if self.weight_decay * highest > 1:
+            raise UserError(
+                f"optimizer.weight_decay={self.weight_decay} must be at most {1 / highest:g}, one divided by the highest learning rate"
+            )
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from calm_jax.data.packing import MASKED, BlockConfig
 from calm_jax.errors import UserError, require_at_least
 from calm_jax.parallel.constraints import laid_out
+from calm_jax.parallel.devices import target_device
 from calm_jax.parallel.mesh import BATCH, check_batch, sharded_shapes, shardings, with_layout
 from calm_jax.tasks import Batch, Metrics, Params, Task
 
@@ -153,11 +154,13 @@ def make_step(
             params = optax.apply_updates(state.params, updates)
             return choose(finite & goes_on, (params, new), (state.params, opt_state))
 
-        # The update is written twice, first for the parameters and then for the optimizer's state, so that each array is read and
-        # written in its place. Without the barrier XLA for CPUs would write the state first, and so copy the old one.
-        params, _ = updated(state.opt_state)
-        old_opt_state, params = jax.lax.optimization_barrier((state.opt_state, params))
-        _, opt_state = updated(old_opt_state)
+        params, opt_state = updated(state.opt_state)
+        if target_device().platform == "cpu":
+            # XLA for CPUs has a program for each new array, which reads the old ones. The parameters come first here, and the
+            # optimizer's state is computed from what the barrier returns, so that each array is written in its place. Otherwise
+            # the state could be written first, and XLA would copy the old one.
+            old_opt_state, params = jax.lax.optimization_barrier((state.opt_state, params))
+            _, opt_state = updated(old_opt_state)
 
         is_text = (batch["targets"] != MASKED) & (batch["targets"] != pad_id)
         one = jnp.float32(1)

@@ -1,6 +1,8 @@
 """The learning-rate schedule, and AdamW with clipping against the textbook's equations."""
 
+import dataclasses
 import math
+import types
 
 import flax.traverse_util
 import jax
@@ -9,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+from calm_jax.errors import UserError
 from calm_jax.training import optimizer
 from calm_jax.training.norms import by_layer, make_norms
 
@@ -91,20 +94,57 @@ def test_optimizer_steps_equal_adamw_by_hand():
             np.testing.assert_allclose(leaf, by_hand[path], rtol=2e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("direction", [1.0, -1.0])
-def test_parameters_stay_finite_at_the_limits_of_the_config(direction):
-    """The largest and the smallest gradients in turn, at the highest rates and with a tiny epsilon."""
-    config = optimizer_config(
-        learning_rate=1.0, weight_decay=1.0, beta1=0.999999, beta2=0.999999, epsilon=1e-30
+# Keys of the optimizer at their limits, and a gradient for each of the first steps.
+EXTREMES = {
+    # The largest direction: the second moment forgets a gradient that the first one keeps.
+    "direction": (
+        {"beta1": 0.999999, "beta2": 0.0, "epsilon": 1e-20, "max_grad_norm": 1e10},
+        (1e15, 0.0),
+    ),
+    "small gradients": ({"epsilon": 1e-20, "beta2": 0.999999}, (0.0, 1e-30, 1e-38)),
+    "decay": ({"weight_decay": 1e3, "learning_rate": 1e-3}, (1.0,)),
+    "schedule": (
+        {
+            "learning_rate": 1e-20,
+            "final_learning_rate": 1.0,
+            "weight_decay": 1.0,
+            "schedule": "cosine",
+        },
+        (1.0,),
+    ),
+}
+# The same beyond a limit.
+BEYOND = {
+    "direction": {"epsilon": 1e-30},
+    "small gradients": {"epsilon": 0.0},
+    "decay": {"weight_decay": 1e38, "learning_rate": 1e-38},
+    "schedule": {"learning_rate": 1e-40},
+}
+
+
+def are_finite_after(config, gradients) -> bool:
+    """Whether parameters of up to 100 and the state are finite after 200 updates; the last gradient is repeated."""
+    transform, params = (
+        optimizer.make_optimizer(config, num_steps=200),
+        {"kernel": jnp.array([100.0, -3.0])},
     )
-    transform, params = optimizer.make_optimizer(config, num_steps=10), tiny_tree()
     update, state = jax.jit(transform.update), transform.init(params)
     for step in range(200):
-        size = direction * (1e18, 0.0, 1e-30)[step % 3]
-        gradient = jax.tree.map(lambda leaf, size=size: jnp.full_like(leaf, size), params)
-        updates, state = update(gradient, state, params)
+        size = gradients[min(step, len(gradients) - 1)]
+        updates, state = update({"kernel": jnp.full(2, size)}, state, params)
         params = optax.apply_updates(params, updates)
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state)))
+    return all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state)))
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_parameters_stay_finite_within_the_limits_of_the_config_and_not_beyond(name):
+    changes, gradients = EXTREMES[name]
+    config = optimizer_config(**{"learning_rate": 1.0} | changes)
+    assert are_finite_after(config, gradients)
+    with pytest.raises(UserError, match="must be from"):
+        dataclasses.replace(config, **BEYOND[name])
+    beyond = types.SimpleNamespace(**dataclasses.asdict(config) | BEYOND[name])
+    assert not are_finite_after(beyond, gradients)
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 3])
