@@ -301,10 +301,10 @@ def test_processes_with_different_configs_or_texts_are_refused(text_glob, tmp_pa
     """The error names the first difference, and nothing is written."""
     key = "autoencoder.optimizer.learning_rate"
     command = autoencoder(text_glob, tmp_path / "run")
-    both = several(*command, own=lambda index: [f"--config.{key}={0.5 + index}"])
+    both = several(*command, own=lambda index: [f"--config.{key}={0.25 + index / 2}"])
     assert both.statuses() == [2, 2]
     (message,) = both.errors()
-    assert message.startswith(f"error: process 1 has {key}=1.5, process 0 has 0.5: start all")
+    assert message.startswith(f"error: process 1 has {key}=0.75, process 0 has 0.25: start all")
 
     cwd = own_folders(tmp_path)
     for index in range(2):
