@@ -4,7 +4,6 @@ import datetime
 import importlib.metadata
 import math
 import os
-import pathlib
 import platform
 import statistics
 import subprocess
@@ -23,6 +22,7 @@ from ml_collections import ConfigDict
 from benchmarks import ROOT
 from calm_jax.cli import progress
 from calm_jax.data.tokenizers import Vocabulary
+from calm_jax.parallel import cpu
 from calm_jax.parallel.devices import accelerator, num_cores, peak_resident
 from calm_jax.parallel.mesh import shardings
 from calm_jax.tasks import Params, Task
@@ -184,16 +184,6 @@ def _commit() -> str:
     return done.stdout.strip()
 
 
-def _cpu() -> str:
-    """The model of the CPU."""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def facts() -> dict[str, Any]:
     """When, from which commit and on which machine a measurement is made. Starts no device."""
     return {
@@ -202,7 +192,7 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": importlib.metadata.version("jax"),
         "jaxlib": importlib.metadata.version("jaxlib"),
-        "cpu": _cpu(),
+        "cpu": cpu.model(),
         "cores": num_cores(),
         # With such a folder, programs of an earlier run are not compiled again.
         "compilation_cache": os.environ.get("JAX_COMPILATION_CACHE_DIR", ""),

@@ -17,6 +17,7 @@ _CPUINFO = "processor\t: 0\nmodel name\t: A CPU\nflags\t\t: fpu sse2 {}\n\nproce
 def test_the_quickstart_is_in_bfloat16_on_a_cpu_with_amx(name, dtype, monkeypatch):
     text = _CPUINFO.format(name)
     monkeypatch.setattr(pathlib.Path, "read_text", lambda path, encoding: text)
+    assert cpu.model() == "A CPU"
     assert cpu.extensions() == ["fpu", "sse2", *name.split()]
     assert quickstart.get_config().compute_dtype == dtype
 
@@ -27,3 +28,4 @@ def test_a_system_without_linuxs_file_has_no_known_extensions(monkeypatch):
 
     monkeypatch.setattr(pathlib.Path, "read_text", missing)
     assert cpu.extensions() == [] and not cpu.has_amx()
+    assert cpu.model()

@@ -27,10 +27,16 @@ class Here(Topology):
         return contextlib.nullcontext()
 
 
+def quickstart_in_float32(head: str):
+    """Four bytes for each number, on every CPU."""
+    recipe = quickstart.get_config(f"head={head}")
+    recipe.compute_dtype = "float32"
+    return recipe
+
+
 @pytest.mark.slow
 def test_a_chunk_takes_one_pass_over_the_weights_and_the_cache():
-    recipe = quickstart.get_config("head=energy")
-    recipe.compute_dtype = "float32"
+    recipe = quickstart_in_float32("energy")
     recipe.sample.sampler = "pooled"
     config = resolve(recipe)
     one, four = (plan_decode(config, Here("v5e", "1x1"), batch, 1) for batch in (1, 4))
@@ -51,8 +57,7 @@ def test_a_chunk_takes_one_pass_over_the_weights_and_the_cache():
 
 
 def test_the_token_predictors_weights_are_read_with_a_token_prior_alone():
-    recipe = quickstart.get_config("head=energy")
-    recipe.compute_dtype = "float32"
+    recipe = quickstart_in_float32("energy")
     with_prior, predictor = resolve(recipe), sizes.language_model(resolve(recipe), 4096)
     recipe.lm.token_prior_weight = 0.0
     more = generation._weight_bytes(with_prior, 4096) - generation._weight_bytes(
@@ -64,8 +69,7 @@ def test_the_token_predictors_weights_are_read_with_a_token_prior_alone():
 @pytest.mark.slow
 def test_decoding_that_the_compiler_refuses_does_not_fit(monkeypatch):
     """Of the hardware's 16 GiB the compiler has only 15.75 left for programs."""
-    recipe = quickstart.get_config("head=energy")
-    recipe.compute_dtype = "float32"
+    recipe = quickstart_in_float32("energy")
     recipe.sample.sampler = "pooled"
     hardware, compile_program, compiled = Here("v5e", "1x1"), fitting.compile_program, []
 
@@ -85,8 +89,7 @@ def test_decoding_that_the_compiler_refuses_does_not_fit(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("head", "evaluations"), [("diffusion", 7), ("flow", 14)])
 def test_the_weights_of_a_head_are_read_in_each_evaluation_of_its_network(head, evaluations):
-    recipe = quickstart.get_config(f"head={head}")
-    recipe.compute_dtype = "float32"
+    recipe = quickstart_in_float32(head)
     recipe.lm.head.num_steps, recipe.sample.sampler = 7, "pooled"
     many = resolve(recipe)
     with recipe.unlocked():
