@@ -397,7 +397,7 @@ def _blocks(block_tokens: int, append_eos: bool, align_documents_to_chunks: bool
     data.block_tokens = block_tokens
     # How training documents are packed into blocks. Validation text is always packed as "windows". Records with prompts
     # (`data.prompt_field`) are packed in their own way, whatever this is.
-    #   "windows"    the documents are concatenated and cut into blocks; all text is used
+    #   "windows"    the documents are concatenated and cut into blocks; the tokens after the last whole block are dropped
     #   "published"  the same for every 1,000 documents separately; the remainder of each that fills no block is dropped
     #   "documents"  a block begins with a document and holds as many whole ones as fit; masked pads fill the rest
     data.packing = "windows"

@@ -81,18 +81,6 @@ def test_names_are_told_from_what_does_not_exist():
 FORMER_NAMES = {"calm_jax.text", "calm_jax.samplers", "calm_jax.temperature"}
 
 
-def test_the_old_names_of_the_changelog_are_gone():
-    """But for those that it says are still there, or that are folders now."""
-    rows = re.findall(r"^\| (`calm_jax\..*?) \| (.*) \|$", PAGES["CHANGELOG.md"], re.MULTILINE)
-    assert len(rows) > 30
-    kept = FORMER_NAMES | {"calm_jax.tasks", "calm_jax.sampling", "calm_jax.models.transformer"}
-    for old, _ in rows:
-        for name in set(re.findall(r"`(calm_jax(?:\.\w+)+)`", old)) - kept:
-            spec = importlib.util.find_spec(name)
-            # Of a folder that git has emptied, caches may be left.
-            assert spec is None or spec.origin is None, name
-
-
 def test_the_floors_are_those_that_the_linter_holds():
     text = PAGES["docs/architecture.md"]
     lines = re.search(r"<!-- floors -->\n```\n(.*?)```", text, re.DOTALL)[1].splitlines()
