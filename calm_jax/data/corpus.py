@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 from absl import logging
 
-from calm_jax.data.documents import Document, Reading, digest_of, kept, read_documents
+from calm_jax.data.documents import (
+    Document,
+    Reading,
+    check_fields,
+    digest_of,
+    kept,
+    read_documents,
+)
 from calm_jax.data.files import find_files, format_of
 from calm_jax.data.shards import PreparedText, is_prepared
 from calm_jax.errors import UserError, require_at_least
@@ -52,12 +59,12 @@ class DataConfig:
             raise UserError(
                 f"data.prompt_field={self.prompt_field!r} needs data.train_files with such records"
             )
-        # An evaluation may leave the training text empty.
-        if self.mixture and self.train_files:
+        # An evaluation on validation files may leave the training text empty.
+        if self.mixture and (self.train_files or not self.validation_files):
             self._check_mixture()
 
     def _check_mixture(self) -> None:
-        entries = _entries(self.train_files)
+        entries = _entries(self.train_files or STANDARD_LIBRARY)
         if len(self.mixture) != len(entries):
             raise UserError(
                 f"data.mixture={self.mixture} must have a weight for each of the {len(entries)} comma-separated entries of "
@@ -243,15 +250,31 @@ class _Reader:
         self.skipped["duplicate of an earlier document"] += not is_new
         return is_new
 
-    def open_folders(self, files: str, key: str) -> None:
-        """Opens the folders of prepared text. Raises `UserError` if one is missing or incomplete."""
-        for entry in filter(_is_folder, _entries(files)):
-            self._prepared(entry, key)
+    def check(self, files: str, key: str, is_mixture: bool) -> None:
+        """Opens folders of prepared text and finds files, without reading them.
+
+        Raises `UserError` if a folder or a file is missing, or a file cannot have prompts that the config reads from it.
+        """
+        for entry in _entries(files):
+            if _is_folder(entry):
+                self._prepared(entry, key)
+            elif entry != STANDARD_LIBRARY:
+                self.check_files(entry, key, is_mixture)
+
+    def check_files(self, globs: str, key: str, is_mixture: bool) -> None:
+        """Finds files, without reading them; raises as `check` does."""
+        for file in find_files(globs, key):
+            if not is_mixture:
+                check_fields(file, key, self._config.reading)
 
     @functools.cache  # noqa: B019 (the cache lives no longer than the reader, which ends with `load_corpus`)
     def _prepared(self, folder: str, key: str) -> PreparedText:
         if not os.path.exists(folder):
             raise UserError(_no_folder(folder, key))
+        if os.path.isfile(folder):
+            raise UserError(
+                f"{key}: {folder} is a file of unknown format: its name must end with .txt, .jsonl, .json or .parquet"
+            )
         if self._config.prompt_field and not self._config.mixture:
             raise UserError(
                 f"{key}: {folder} is prepared text, which has no data.prompt_field={self._config.prompt_field!r}: "
@@ -292,12 +315,18 @@ def is_held_out(name: str, every: int) -> bool:
 
 
 def _split(documents: list[Document], every: int) -> tuple[list[Document], list[Document]]:
-    """Splits documents into training and validation ones; of two documents or more, each split gets at least one."""
-    held_out = [is_held_out(document.name, every) for document in documents]
-    if len(set(held_out)) == 1 and len(documents) > 1:
-        hashes = [_hash(document.name) for document in documents]
-        odd_one = hashes.index(min(hashes))
-        held_out[odd_one] = not held_out[odd_one]
+    """Splits two documents or more into training and validation ones; each split gets at least one.
+
+    The pieces of a text stay together, unless there is no other text: then one piece is held out, or trained on.
+    """
+    names = [document.name for document in documents]
+    held_out = [is_held_out(name, every) for name in names]
+    if len(set(held_out)) == 1:
+        odd = min(set(names), key=_hash)
+        moved = [name == odd for name in names]
+        if all(moved):
+            moved[1:] = [False] * (len(moved) - 1)
+        held_out = [out != move for out, move in zip(held_out, moved, strict=True)]
     train = [document for document, out in zip(documents, held_out, strict=True) if not out]
     return train, [document for document, out in zip(documents, held_out, strict=True) if out]
 
@@ -331,11 +360,13 @@ def load_corpus(
     reader = _Reader(config)
     sources: list[Source] = []
     autoencoder_sources: list[Source] = []
-    # Missing folders are reported before any file is read.
+    # What is missing is reported before any text is read.
     if with_train:
-        reader.open_folders(config.train_files, "data.train_files")
+        reader.check(config.train_files, "data.train_files", bool(config.mixture))
     if with_autoencoder:
-        reader.open_folders(config.autoencoder_files, "data.autoencoder_files")
+        reader.check(config.autoencoder_files, "data.autoencoder_files", False)
+    if config.validation_files:
+        reader.check_files(config.validation_files, "data.validation_files", False)
     if config.validation_files:
         read = {"train_files": with_train, "autoencoder_files": with_autoencoder}
         _warn_of_overlap(config, [key for key, is_read in read.items() if is_read])

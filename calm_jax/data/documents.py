@@ -209,11 +209,33 @@ def _read_parquet(file: str, name: str, reading: Reading, start: Place) -> Itera
             raise BadRecord("damaged file", reason) from error
 
 
-def _read_items(file: str, reading: Reading, start: Place) -> Iterator[_Item]:
-    # A document's name does not depend on the compression of its file: the name decides whether it is held out.
-    name = pathlib.PurePosixPath(file).name
+def _name_of(file: str, depth: int) -> str:
+    """The last `depth` parts of a file's path, without the suffix of a compression."""
+    name = "/".join(pathlib.PurePosixPath(file).parts[-depth:])
     for suffix in COMPRESSIONS:
         name = name.removesuffix(suffix)
+    return name
+
+
+def names_of(files: Iterable[str]) -> dict[str, str]:
+    """Maps each file to the name of its documents, which decides whether they are held out.
+
+    The name is the file's own, or where other files have the same one, its path from the first folder that tells it from them.
+    It does not depend on the compression of the file.
+    """
+    names = {file: _name_of(file, 1) for file in files}
+    counts = collections.Counter(names.values())
+    same = [file for file in names if counts[names[file]] > 1]
+    deepest = max((len(pathlib.PurePosixPath(file).parts) for file in same), default=0)
+    for depth in range(2, deepest + 1):
+        longer = {file: _name_of(file, depth) for file in same}
+        counts = collections.Counter(longer.values())
+        names |= {file: name for file, name in longer.items() if counts[name] == 1}
+        same = [file for file, name in longer.items() if counts[name] > 1]
+    return names
+
+
+def _read_items(file: str, name: str, reading: Reading, start: Place) -> Iterator[_Item]:
     try:
         if format_of(file) == ".txt":
             yield from _read_text(file, name)
@@ -244,13 +266,29 @@ def kept(document: Document, reading: Reading, skipped: collections.Counter) -> 
     return pieces(document, reading.max_words)
 
 
+def check_fields(file: str, key: str, reading: Reading) -> None:
+    """Raises `UserError` if prompts are to be read from a file without fields."""
+    if reading.prompt_field and format_of(file) == ".txt":
+        prefix = reading.flags.removeprefix("--config.")
+        raise UserError(
+            f"{key}: {file} has no field {reading.prompt_field!r} ({prefix}prompt_field): give .jsonl, .json or .parquet, or in "
+            "data.train_files a weight for each entry (data.mixture)"
+        )
+
+
 def read_file(
-    file: str, key: str, reading: Reading, skipped: collections.Counter, start: Place
+    file: str,
+    name: str,
+    key: str,
+    reading: Reading,
+    skipped: collections.Counter,
+    start: Place,
 ) -> Iterator[tuple[Place, list[Document]]]:
     """Reads the records of a file; from a damaged file, those before the damage.
 
     Args:
-        file: the file's name.
+        file: the file's path.
+        name: the name of its documents (`names_of`).
         key: the config key or flag that named the file, for messages.
         reading: how records become documents.
         skipped: counts the records that are left out, by reason.
@@ -262,15 +300,10 @@ def read_file(
     Raises:
         UserError: a bad record under `on_bad_record="raise"`, or a file that cannot be read or changes while it is read.
     """
-    if reading.prompt_field and format_of(file) == ".txt":
-        name = reading.flags.removeprefix("--config.")
-        raise UserError(
-            f"{key}: {file} has no field {reading.prompt_field!r} ({name}prompt_field): give .jsonl or .json, or in "
-            "data.train_files a weight for each entry (data.mixture)"
-        )
+    check_fields(file, key, reading)
     try:
         before = state(file)
-        for place, item in _read_items(file, reading, start):
+        for place, item in _read_items(file, name, reading, start):
             if isinstance(item, BadRecord):
                 if reading.on_bad_record == "raise":
                     where = file if place is None else f"{file}, {_unit(file)} {place.number + 1}"
@@ -305,8 +338,8 @@ def read_documents(
     files: Iterable[str], key: str, reading: Reading, skipped: collections.Counter
 ) -> Iterator[Document]:
     """The documents of several files, in order; for the arguments see `read_file`."""
-    for file in files:
-        for _, documents in read_file(file, key, reading, skipped, START):
+    for file, name in names_of(files).items():
+        for _, documents in read_file(file, name, key, reading, skipped, START):
             yield from documents
 
 

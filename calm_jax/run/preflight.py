@@ -15,7 +15,7 @@ from calm_jax.build import check_attention
 from calm_jax.cli.files import local_path, read_json
 from calm_jax.config import NO_PARAMETER_KEYS, Config, as_dict, leaves
 from calm_jax.data.corpus import STANDARD_LIBRARY, Corpus
-from calm_jax.data.tokenizers import Tokenizer, check_path, make_tokenizer
+from calm_jax.data.tokenizers import Tokenizer, check_path, make_tokenizer, vocabulary
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
 from calm_jax.planning import fitting
@@ -306,6 +306,8 @@ def _check(
     initial, _ = _find_sources(config, workdir, fresh, tokenizer=None)
     if fresh and initial is None and not config.data.names_folders:
         check_path(config.tokenizer)
+        # Opens the file, so that a wrong one is refused before the text is read.
+        vocabulary(config.tokenizer)
     _check_autoencoder_stage(config, workdir, fresh)
     print("data: reading and tokenising", flush=True)
     corpus = read_corpus(config, config.stages)

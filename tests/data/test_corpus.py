@@ -251,6 +251,66 @@ def test_each_split_gets_a_document_even_if_the_hash_gives_it_none(tmp_path, hel
     assert load_corpus(data_config(tmp_path / "*.txt")) == corpus
 
 
+def test_files_of_one_name_are_split_by_their_paths(tmp_path):
+    """Not all together, as their name alone would have it. A name that only one file has stays as it is."""
+    for number in range(40):
+        (tmp_path / f"book{number}" / "text").mkdir(parents=True)
+        (tmp_path / f"book{number}" / "text" / "chapter.txt").write_text("x")
+    (tmp_path / "alone.txt").write_text("x")
+    corpus = load_corpus(data_config(f"{tmp_path}/*/text/*.txt,{tmp_path}/alone.txt"))
+    names = {one.name for one in corpus.train + corpus.validation}
+    assert names == {f"book{number}/text/chapter.txt" for number in range(40)} | {"alone.txt"}
+    assert 10 <= len(corpus.validation) <= 31  # of 41, about a half
+
+
+def test_the_pieces_of_a_text_stay_together(tmp_path):
+    """Also where the hash alone would give one of the splits nothing; of an only text a piece is held out."""
+    same = [n for n in range(50) if not is_held_out(f"{n}.txt", 2)][:2]
+    for number in same:
+        (tmp_path / f"{number}.txt").write_text("one two three four")
+    corpus = load_corpus(data_config(tmp_path / "*.txt", max_words=2))
+    assert [len({one.name for one in part}) for part in (corpus.train, corpus.validation)] == [1, 1]
+    assert len(corpus.train) == len(corpus.validation) == 2
+    alone = load_corpus(data_config(tmp_path / f"{same[0]}.txt", max_words=2))
+    assert len(alone.train) == len(alone.validation) == 1
+
+
+@pytest.mark.parametrize(
+    "changes, problem",
+    [
+        ({"train_files": "{}/*.jsonl,{}/none.txt", "mixture": (0.5, 0.5)}, "no file matches"),
+        ({"train_files": "{}/*.jsonl", "validation_files": "{}/none.txt"}, "no file matches"),
+        (
+            {"train_files": "{}/*.jsonl", "validation_files": "{}/*.txt", "prompt_field": "prompt"},
+            "has no field 'prompt'",
+        ),
+        ({"train_files": "{}/*.jsonl,{}/text", "validation_files": "{}/*.txt"}, "unknown format"),
+    ],
+)
+def test_what_is_missing_is_reported_before_text_is_read(changes, problem, tmp_path, monkeypatch):
+    for name in ("a.jsonl", "a.txt", "text"):
+        (tmp_path / name).write_text("x")
+
+    def read(*args):
+        raise AssertionError("text was read")
+
+    monkeypatch.setattr(corpus_lib, "read_documents", read)
+    files = {
+        key: value.replace("{}", str(tmp_path)) if isinstance(value, str) else value
+        for key, value in changes.items()
+    }
+    with pytest.raises(UserError, match=problem):
+        load_corpus(data_config(**files))
+
+
+def test_a_mixture_without_files_needs_a_weight_for_the_one_text_there_is():
+    with pytest.raises(
+        UserError, match=r"data\.mixture=\(0\.7, 0\.3\) must have a weight for each of the 1"
+    ):
+        data_config(mixture=(0.7, 0.3))
+    data_config(mixture=(0.7, 0.3), validation_files="a.txt")
+
+
 LINES = "".join(f"line {number}\r\n" for number in range(1000))
 ONE_LINE = "一二三四五六七八九十" * 100
 

@@ -27,6 +27,8 @@ _SEGMENT = 2**20
 _PARTITION = 2**21
 # Marks (places where reading can begin) in the text of one shard.
 _MARKS = 16
+# Documents of prepared text need no names, which tell those that are held out of text in memory.
+_NO_NAME = ""
 # Characters of documents that share a checksum, at least. The second pass holds them in memory until they are checked.
 _CHECKED = 2**24
 # A document's key has its number within its file in the low 40 bits, and the file's number above them.
@@ -83,7 +85,7 @@ def scan(
         checked, crc32 = (0, 0), 0
         reported = documents, characters
         for place, pieces in read_file(
-            inputs.files[number], KEY, options.reading, left_out, Place(0, 0)
+            inputs.files[number], _NO_NAME, KEY, options.reading, left_out, Place(0, 0)
         ):
             is_mark = not marks or characters - marked >= options.shard_characters // _MARKS
             if documents > checked[0] and (is_mark or characters - checked[1] >= _CHECKED):
@@ -261,7 +263,7 @@ class Layout:
         checks = [check for check in about["checks"] if check[0] > begin]
         # `read_file` counts into it. The count is not used, because `scan` has counted these records.
         left_out: collections.Counter = collections.Counter()
-        read = read_file(name, KEY, options.reading, left_out, Place(record, offset))
+        read = read_file(name, _NO_NAME, KEY, options.reading, left_out, Place(record, offset))
         pieces = (piece for _, pieces in read for piece in pieces)
         for end, expected in checks:
             if begin >= stop:

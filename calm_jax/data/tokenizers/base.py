@@ -13,7 +13,7 @@ from calm_jax.cli.files import write_atomically
 
 
 class Tokenizer(abc.ABC):
-    """Text to token ids and back. Lossless: `decode(encode(text)) == text` for every valid text.
+    """Text to token ids and back. `decode(encode(text)) == text` for every valid text, but for SentencePiece models that normalise it.
 
     Attributes:
         kind: the value of `tokenizer.kind` that selects this class.
