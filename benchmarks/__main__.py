@@ -21,7 +21,7 @@ from ml_collections import config_flags
 from benchmarks import measure, results
 from benchmarks import peer as published
 from benchmarks.measure import Cases, Options, Record
-from benchmarks.suites import costs, evaluate, generate, growth, startup, train
+from benchmarks.suites import costs, data, evaluate, generate, growth, startup, train
 from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import define_recipe, parse_flags
 from calm_jax.cli.output import new_file
@@ -75,16 +75,9 @@ _EXPORTED = flags.DEFINE_string(
 _start_processes = define_flags()
 
 
-def _data(options: Options) -> Cases:
-    print(
-        "data: python -m benchmarks.data --text=FILE --tokenizer=FILE --folder=DIR measures preparing and reading text"
-    )
-    return {}
-
-
 _CASES_OF = {
     "startup": startup.cases,
-    "data": _data,
+    "data": data.cases,
     "train": train.cases,
     "generate": generate.cases,
     "eval": evaluate.cases,
@@ -166,6 +159,8 @@ def _check_flags() -> None:
     for suite in _SUITE.value:
         if suite not in _SUITES:
             raise UserError(f"--suite={suite} is none of {', '.join(_SUITES)}")
+    if not _SUITE.value:
+        raise UserError(f"--suite= names none of {', '.join(_SUITES)}")
     for folder in (_WORKDIR, _EXPORTED, _PEER, _COMPARE):
         local_path(folder.value, f"--{folder.name}")
     if _OUTPUT.value:
@@ -198,8 +193,6 @@ def main(argv: list[str]) -> None:
         _start_processes()
         return_compilers_memory()
         records = _measure(options)
-        if not records:
-            return
         about["device"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         print(f"{about['device']}, {about['cpu']}, {about['cores']} cores, jax {about['jax']}")
         measure.print_table(records)

@@ -46,8 +46,8 @@ _TOKENIZER = flags.DEFINE_string(
 _FOLDER = flags.DEFINE_string(
     "folder", "", "where to write text and shards; both are deleted afterwards"
 )
-_MEGABYTES = flags.DEFINE_integer("megabytes", 1000, "megabytes of text to prepare")
-_REPEATS = flags.DEFINE_integer("repeats", 3, "runs of which medians are taken")
+_MEGABYTES = flags.DEFINE_integer("megabytes", 1000, "megabytes of text to prepare", lower_bound=1)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "runs of which medians are taken", lower_bound=1)
 _FILES = 4
 _BATCH = 64
 # Characters of text for each process of the bare tokenizer.
@@ -195,6 +195,8 @@ def main(argv: list[str]) -> None:
         texts = [json.loads(line)["text"] for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--text={_TEXT.value} has no records with a text: {error!r}") from error
+    if not any(texts):
+        raise UserError(f"--text={_TEXT.value} holds no text")
     folder = pathlib.Path(_FOLDER.value) / "calm-jax-data-benchmark"
     with os_errors(folder, "made"):
         folder.mkdir(parents=True)

@@ -22,6 +22,7 @@ from typing import Any
 
 from absl import app, flags
 
+from benchmarks import ROOT
 from calm_jax.cli.command import command
 from calm_jax.cli.flags import given_folder, parse_flags
 from calm_jax.errors import UserError
@@ -69,7 +70,7 @@ _TINY_RUN = (
 
 def _text(folder: pathlib.Path) -> pathlib.Path:
     """Writes a short text for the dry run, a page of the documentation, and returns its path."""
-    page = pathlib.Path(__file__).parent.parent / "docs" / "architecture.md"
+    page = ROOT / "docs" / "architecture.md"
     path = folder / "text.txt"
     path.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
     return path

@@ -22,7 +22,7 @@ from calm_jax.cli import progress
 from calm_jax.cli.command import command
 from calm_jax.cli.files import write_atomically
 from calm_jax.cli.flags import given_folder, parse_flags
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, typed_reason_of
 from calm_jax.run import web_comparison
 
 _ARMS = flags.DEFINE_string("arms", "", "Python file with get_arms(), or FILE:ARGUMENT for it")
@@ -35,8 +35,10 @@ def _read(name: str) -> arms.Arms:
     file, *argument = name.split(":", 1)
     try:
         return runpy.run_path(file)["get_arms"](*argument)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+    except UserError:
+        raise
+    except Exception as error:  # of the file, which may be any program
+        reason = typed_reason_of(error)
         raise UserError(f"--arms={name}: its get_arms() gives no arms ({reason})") from error
 
 

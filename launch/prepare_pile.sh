@@ -38,6 +38,7 @@ for part in ${parts//,/ }; do
         fail "--parts=$parts: '$part' is none of autoencoder, lm, ar"
     fi
 done
+[[ -n ${parts//,/} ]] || fail "--parts=$parts names none of autoencoder, lm, ar"
 if [[ $pile == *,* ]]; then
     fail "--pile=$pile must have no comma in its name"
 fi

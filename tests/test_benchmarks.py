@@ -296,6 +296,7 @@ def test_generation_is_compared_with_the_same_model(tmp_path, monkeypatch):
     "words, message",
     [
         (["--suite=train,play"], "--suite=play is none of"),
+        (["--suite="], "--suite= names none of"),
         (["--case=nothing"], "--case=nothing is none of calm, calm-diffusion"),
         (["--peer_bench=b.py"], "--peer_bench=b.py needs --peer=DIR"),
         (["--config.lm.nothing=1"], "--config.lm.nothing: config.lm has no key 'nothing'"),
@@ -371,6 +372,18 @@ def test_generation_and_evaluation_are_timed(tmp_path):
     for one in (at_1, at_half):
         assert one["tokens_per_s"] == pytest.approx(2 * 16e3 / one["ms"])
         assert one["first_chunk_ms"] > 0
+
+
+@pytest.mark.slow
+def test_the_beginning_of_a_run_is_timed(text_glob, tmp_path):
+    output = tmp_path / "results.json"
+    recipe = f"--config=tests/tiny_recipe.py:{text_glob}"
+    run("benchmarks", "--suite=data", recipe, "--repeats=2", f"--output={output}")
+    read, tokenizer, packed, batch = json.loads(output.read_text())["results"]
+    names = [one["case"] for one in (read, tokenizer, packed, batch)]
+    assert names == ["data:read", "data:tokenizer", "data:pack", "data:batch"]
+    assert (read["runs"], tokenizer["runs"], packed["runs"]) == (2, 1, 2)
+    assert batch["tokens_per_s"] == pytest.approx(4 * 32e3 / batch["ms"])
 
 
 # --- One call on a machine with a GPU

@@ -101,7 +101,9 @@ def _costs(options: Options, case: str) -> list[Record]:
     trained = fresh(config, stage, words)
     tokens = trained.batch["tokens"].size
     size = trained.mesh.size
-    whole = measured("costs", case, trained.advance, options, tokens, config.compute_dtype, size)
+    whole = measured(
+        "costs", f"costs:{case}", trained.advance, options, tokens, config.compute_dtype, size
+    )
     if stage == "autoencoder":
         counted = flops.autoencoder_training(config, words.vocab_size)
     else:
@@ -110,7 +112,7 @@ def _costs(options: Options, case: str) -> list[Record]:
     records = [with_flops(whole, sum(counted.values()))]
     parts = parts_of(trained, options.repeats)
     for name, seconds in sorted(parts.items(), key=lambda pair: -pair[1]):
-        one = record("costs", f"{case}: {name}", [seconds])
+        one = record("costs", f"costs:{case}: {name}", [seconds])
         one["of_step"] = seconds / sum(parts.values())
         if name in counted:
             one |= {

@@ -114,7 +114,7 @@ def step(
 ) -> tuple[list[float], float]:
     """The seconds of each call and the FLOPs of a training step where one size has another value."""
     stage, head = CASES[case]
-    arguments = f"k={value}" if key == "k" else f"head={head}"
+    arguments = f"head={head}" + (f",k={value}" if key == "k" else "")
     tree = variant(tree, "" if stage == "autoencoder" else arguments)
     if key != "k":
         tree.update_from_flattened_dict({key: value})

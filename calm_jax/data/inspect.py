@@ -18,14 +18,17 @@ from calm_jax.data.shards import PreparedText, left_out
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 
-_EXAMPLES = flags.DEFINE_integer("examples", 3, "documents whose beginning is shown")
-_TOKENS = flags.DEFINE_integer("tokens", 64, "tokens shown of each example")
+_EXAMPLES = flags.DEFINE_integer("examples", 3, "documents whose beginning is shown", lower_bound=0)
+_TOKENS = flags.DEFINE_integer("tokens", 64, "tokens shown of each example", lower_bound=0)
 _CHUNK_SIZE = flags.DEFINE_integer(
     "chunk_size",
     0,
     "K, tokens per chunk; a bar is shown between chunks; 0 takes the chunk size of the preparation",
+    lower_bound=0,
 )
-_ROUND_TRIPS = flags.DEFINE_integer("round_trips", 100, "documents to decode and tokenise again")
+_ROUND_TRIPS = flags.DEFINE_integer(
+    "round_trips", 100, "documents to decode and tokenise again", lower_bound=0
+)
 _CHECKSUMS = flags.DEFINE_bool("checksums", False, "read all shards and compare their SHA-256")
 # Characters of the histogram's longest bar.
 _BAR = 40
@@ -126,9 +129,6 @@ def round_trips(text: PreparedText, most: int) -> tuple[int, int]:
 def main(argv: list[str]) -> None:
     if len(argv) != 2:
         raise UserError("give one folder of prepared text: python -m calm_jax.data.inspect DIR")
-    for flag in (_EXAMPLES, _TOKENS, _CHUNK_SIZE, _ROUND_TRIPS):
-        if flag.value < 0:
-            raise UserError(f"--{flag.name}={flag.value} must not be negative")
     text = PreparedText(local_path(argv[1], "DIR"))
     _summary(text)
     _histogram(text)

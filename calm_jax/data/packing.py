@@ -277,6 +277,13 @@ def document_blocks(
 def cut_blocks(
     pieces: Sequence[np.ndarray], pad_id: int, block: int, keep_remainder: bool, name: str
 ) -> Blocks:
+    """Blocks of `block` tokens from the concatenation of `pieces`.
+
+    The last one is filled up with masked pads if `keep_remainder`, otherwise dropped.
+
+    Raises:
+        UserError: not `keep_remainder`, and too few tokens for a block; `name` is the text's, for the message.
+    """
     flat = np.concatenate([np.zeros(0, np.int32), *pieces])
     if not keep_remainder and len(flat) < block:
         raise UserError(

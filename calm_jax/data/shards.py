@@ -315,12 +315,13 @@ def _is_whole(index: dict) -> bool:
 
 
 def read_index(folder: pathlib.Path) -> dict:
-    """The index of a folder, of which parts may be missing. Raises `UserError` if it is missing or damaged."""
+    """The index of a folder of prepared text, whose shards may be missing. Raises `UserError` if the index is missing or damaged."""
     path = folder / INDEX
     try:
         index = read_json(path)
         known = index["format"]
-        is_whole = _is_whole(index)
+        # An index of another format may lack keys.
+        is_whole = known != FORMAT or _is_whole(index)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"{folder} has no {INDEX}: it is no prepared text, or its preparation has not finished (python -m "

@@ -5,7 +5,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import flax.traverse_util
@@ -77,6 +77,15 @@ class Plan:
         return sum(int(np.prod(part.shape(row))) for part in self.parts for row in part.rows)
 
 
+def check_overrides(overrides: Iterable[str]) -> None:
+    """Raises `UserError` for a user's key, by its dotted name, that the checkpoint decides."""
+    for key in overrides:
+        if key.startswith(MODEL_KEYS) and key not in COMPUTATION_KEYS:
+            raise UserError(f"--config.{key}: the checkpoint decides this key")
+        if key in ("init_from", "autoencoder.checkpoint"):
+            raise UserError(f"--config.{key}: the parameters come from the checkpoint")
+
+
 def _recipe(
     base: ConfigDict,
     sections: Mapping[str, Any],
@@ -93,14 +102,8 @@ def _recipe(
       chunk_size: the chunk size K of the checkpoint's model.
       context_chunks: the checkpoint's context length; 0 if it does not say.
 
-    Raises:
-      UserError: for a user's key that the checkpoint decides.
     """
-    for key in overrides:
-        if key.startswith(MODEL_KEYS) and key not in COMPUTATION_KEYS:
-            raise UserError(f"--config.{key}: the checkpoint decides this key")
-        if key in ("init_from", "autoencoder.checkpoint"):
-            raise UserError(f"--config.{key}: the parameters come from the checkpoint")
+    check_overrides(overrides)
     with base.unlocked():
         base.chunk_size = chunk_size
         for path, section in sections.items():

@@ -59,11 +59,13 @@ def main(argv: list[str]) -> None:
     if _AUTOENCODER_REVISION.value and not _AUTOENCODER.value:
         raise UserError("--autoencoder_revision needs --autoencoder=owner/name")
     # Imported here, so that --help and bad flags do not wait for JAX.
-    from calm_jax.interop.conversion import make_plan
+    from calm_jax.interop.conversion import check_overrides, make_plan
     from calm_jax.interop.converted import convert, print_notes, print_plan
     from calm_jax.interop.source import find_tokenizer, folder_of
 
-    # A wrong file is refused before the weights are downloaded.
+    # A wrong key or file is refused before the weights are downloaded.
+    overrides = config_flags.get_override_values(flags.FLAGS["config"])
+    check_overrides(overrides)
     given = open_tokenizer(_TOKENIZER.value) if _TOKENIZER.value else None
     folder = folder_of(_SOURCE.value, "--source", _REVISION.value)
     autoencoder = (
@@ -78,7 +80,7 @@ def main(argv: list[str]) -> None:
         tokenizer,
         tokenizer_config,
         {True: common.get_config(), False: ar_m.get_config()},
-        config_flags.get_override_values(flags.FLAGS["config"]),
+        overrides,
     )
     if _DRY_RUN.value:
         print_plan(plan)

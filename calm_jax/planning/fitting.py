@@ -185,7 +185,7 @@ def is_automatic(config: Config, stage: str) -> bool:
 
 
 def asked(config: Config, stage: str) -> dict[str, Any]:
-    """The values in the config, besides those of the model, on which the automatic choice depends."""
+    """The automatic keys as the recipe gives them, and the attention kernel: a stored choice is taken again only if these are the same."""
     return {"asked": chosen(config, stage), "attention": config.lm.model.attention}
 
 

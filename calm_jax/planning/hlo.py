@@ -277,9 +277,8 @@ class Program:
                 # smallest number of runs is that of the collective.
                 channel = re.search(r"channel_id=(\d+)", instruction.rest)
                 key = channel[1] if channel else f"{name}/{instruction.name}"
-                if key in found:
-                    count = min(count, found[key].times)
-                found[key] = _collective(kind, instruction, count, num_devices)
+                least = min(count, found[key].times) if key in found else count
+                found[key] = _collective(kind, instruction, least, num_devices)
         return list(found.values())
 
 

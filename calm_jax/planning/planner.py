@@ -43,10 +43,14 @@ class Lowered:
     lower: Callable[[], Any]
 
 
-def check_stage(config: Config, stage: str, mesh: Mesh) -> None:
-    """Raises `UserError` if the recipe lacks the stage, or the mesh does not suit its batch or its attention."""
+def _check_has_stage(config: Config, stage: str) -> None:
     if stage == "autoencoder" and not config.has_autoencoder:
         raise UserError("--stage=autoencoder: lm.head.name='softmax' has no autoencoder")
+
+
+def check_stage(config: Config, stage: str, mesh: Mesh) -> None:
+    """Raises `UserError` if the recipe lacks the stage, or the mesh does not suit its batch or its attention."""
+    _check_has_stage(config, stage)
     check_batches(stage, getattr(config, stage).training, mesh)
     if stage == "lm":
         with jax.set_mesh(mesh):
@@ -256,7 +260,12 @@ def fit(
 
     Returns:
       The sizes that were tried; the last one fits if its `why_not` is empty.
+
+    Raises:
+      UserError: for faults of the recipe that no other size would cure: it lacks the stage, or its tokenizer cannot be read.
     """
+    _check_has_stage(config, stage)
+    vocabulary(config.tokenizer)
     tries: list[Try] = []
 
     def compile_unless_too_large(lowered: Lowered) -> Plan:

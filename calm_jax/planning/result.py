@@ -56,7 +56,7 @@ class Plan:
         NaN for a step that does not fit.
       collectives: by kind; empty for a step that does not fit.
       ideal_traffic: bytes that a device would receive in ideal FSDP (`calm_jax.cost.sizes.fsdp_traffic`).
-      unknown_loops: loops whose number of iterations was not found and was taken as 1 for `collectives`.
+      unknown_loops: loops whose number of iterations was not found and was taken as 1 for `collectives` and `memory_traffic`.
       num_steps: steps of the whole stage.
       accelerator: the devices' peak rates.
       num_devices: number of devices.

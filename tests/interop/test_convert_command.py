@@ -49,6 +49,8 @@ def test_a_conversion_on_two_devices_writes_the_same_parameters(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        # Also before the weights are downloaded.
+        (("--source=nobody/none", "--config.chunk_size=8"), "the checkpoint decides"),
         (("--config.chunk_size=8",), "the checkpoint decides"),
         (("--config.chunk_sighs=8",), "chunk_sighs"),
         (("--config.lm.head.solver=euler",), "solver"),

@@ -78,6 +78,7 @@ def test_prepared_text_is_what_the_recipes_read(pile_folder):
         ("--pile=nowhere", "there is no nowhere/00.jsonl.zst"),
         ("--output=gs://b/prepared", "--output=gs://b/prepared must be a path of a file system"),
         ("--parts=lm,all", "'all' is none of autoencoder, lm, ar"),
+        ("--parts=,", "--parts=, names none of autoencoder, lm, ar"),
         ("--tokenizer=none.model", "there is no file none.model"),
         ("--validation=tokenizer.model", "its first line has no field"),
     ],

@@ -136,6 +136,23 @@ def test_the_compilers_trip_count_comes_first():
     assert [one.times for one in gathers] == [1, 21]
 
 
+def test_a_collective_that_also_runs_elsewhere_does_not_shorten_the_loop_of_the_next():
+    """An all-gather that a loop's body shares with the entry runs once, the all-reduce after it as often as the loop."""
+    shared = "%x.2 = bf16[16,8] all-gather(%x.1), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}"
+    text = NESTED.replace("%start = s32[]", f"{shared}\n  %start = s32[]").replace(
+        "%y = bf16[4,8]{1,0:T(8,128)(2,1)} slice",
+        "%z.1 = f32[8] all-reduce(%gathered), channel_id=3, replica_groups={}, to_apply=%sum\n  %y = bf16[4,8] slice",
+    )
+    found = [(one.kind, one.times) for one in Program.of(text).collectives(4)]
+    assert sorted(found) == [
+        ("all-gather", 1),
+        ("all-gather", 1),
+        ("all-reduce", 1),
+        ("all-reduce", 15),
+        ("reduce-scatter", 5),
+    ]
+
+
 @pytest.mark.parametrize(
     "shape, size", [("pred[4]", 4), ("f8e4m3fn[8]", 8), ("s4[8]", 4), ("(f32[2], bf16[2])", 12)]
 )

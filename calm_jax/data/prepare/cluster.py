@@ -56,8 +56,7 @@ class Progress:
 
     def __init__(self, what: str, total: int):
         self._what, self._total = what, total
-        self.counts = {"documents": 0, "characters": 0, "tokens": 0}
-        self._done = 0
+        self._counts = {"documents": 0, "characters": 0, "tokens": 0}
         self._began = self._shown = time.monotonic()
         self._bar = None
         if sys.stdout.isatty():
@@ -71,30 +70,29 @@ class Progress:
 
     def add(self, documents: int, characters: int, tokens: int) -> None:
         """Adds the numbers since the last call."""
-        self._done += documents
-        self.counts["documents"] += documents
-        self.counts["characters"] += characters
-        self.counts["tokens"] += tokens
+        self._counts["documents"] += documents
+        self._counts["characters"] += characters
+        self._counts["tokens"] += tokens
         now = time.monotonic()
         if self._bar:
-            self._bar.update(self._task, completed=self._done, text=self._text(now))
+            self._bar.update(self._task, completed=self._counts["documents"], text=self._text(now))
         elif now - self._shown > _LINE_EVERY:
             self._shown = now
             print(f"{self._what}: {self._text(now)}", flush=True)
 
     def _counted(self, now: float) -> str:
         seconds = max(now - self._began, 1e-9)
-        parts = [counted(self.counts["documents"], "document")]
-        for name in ("characters", "tokens"):
-            if self.counts[name] and (name == "tokens" or not self.counts["tokens"]):
-                count = self.counts[name]
-                parts.append(f"{count / 1e6:,.1f}M {name}, {count / seconds / 1e6:.2f}M a second")
+        parts = [counted(self._counts["documents"], "document")]
+        name = "tokens" if self._counts["tokens"] else "characters"
+        if count := self._counts[name]:
+            parts.append(f"{count / 1e6:,.1f}M {name}, {count / seconds / 1e6:.2f}M a second")
         return ", ".join(parts)
 
     def _text(self, now: float) -> str:
-        if not 0 < self._done < self._total:
+        done = self._counts["documents"]
+        if not 0 < done < self._total:
             return self._counted(now)
-        left = (now - self._began) / self._done * (self._total - self._done)
+        left = (now - self._began) / done * (self._total - done)
         return f"{self._counted(now)}, {duration(left)} left"
 
     def close(self) -> None:

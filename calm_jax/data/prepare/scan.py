@@ -287,6 +287,7 @@ class Layout:
 
     @classmethod
     def load(cls, work: pathlib.Path) -> "Layout":
+        """Reads what `save` wrote. Raises `UserError` if it is missing or damaged."""
         stored = read_value(layout_path(work))
         inputs = Input(tuple(stored["input"]["files"]), tuple(stored["input"]["states"]))
         return cls(work, inputs, stored["files"], stored["bounds"])

@@ -104,6 +104,11 @@ def vocabulary(config: TokenizerConfig) -> Vocabulary:
     return Vocabulary(tokenizer.vocab_size, tokenizer.pad_id)
 
 
+def _config(kind: str, path: str) -> TokenizerConfig:
+    # The last two keys are for a model that is trained.
+    return TokenizerConfig(kind, path, 512, True)
+
+
 def _config_of_file(path: pathlib.Path) -> TokenizerConfig:
     """Tells the kind of a tokenizer's file from its content. Raises `UserError` for JSON that is no tokenizer.json."""
     with os_errors(f"the tokenizer {path}", "read"):
@@ -116,20 +121,20 @@ def _config_of_file(path: pathlib.Path) -> TokenizerConfig:
         # Tiktoken's lines of base64 and rank; SentencePiece models are binary.
         is_llama3 = re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", model) is not None
         kind = "llama3" if is_llama3 else "sentencepiece"
-    return TokenizerConfig(kind, str(path), 512, True)
+    return _config(kind, str(path))
 
 
 def open_tokenizer(name: str) -> tuple[Tokenizer, TokenizerConfig]:
     """The tokenizer that the flag `--tokenizer` names (a file, a workdir, or "bytes"), and a config that describes it."""
     model = pathlib.Path(name, "tokenizer", "model")
     if name == ByteTokenizer.kind:
-        config = TokenizerConfig(name, "", 512, True)
+        config = _config(name, "")
     elif os.path.isfile(name):
         config = _config_of_file(pathlib.Path(name))
     elif os.path.isfile(model):
         tokenizer = load_tokenizer(model.parent)
         path = "" if tokenizer.kind == ByteTokenizer.kind else str(model)
-        return tokenizer, TokenizerConfig(tokenizer.kind, path, 512, True)
+        return tokenizer, _config(tokenizer.kind, path)
     else:
         raise UserError(
             f"--tokenizer={name!r} is no file, and no workdir with a tokenizer; give one of them, or 'bytes'"
