@@ -5,7 +5,7 @@ match term rewards accuracy, the collision term penalises a lack of diversity. B
 of brier_1 to brier_4, each averaged over a whole split.
 
 B blocks, P starts of n-grams in each block, R starts that are continued together, S samples per position, K tokens per chunk, J
-chunks drawn for one start, N numbers of tokens from K + 1 to 4.
+chunks drawn for one start, N numbers of tokens from K + 1 to 4, T tokens, W windows of the training text.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from calm_jax.models.kv_cache import Memory, SegmentIds
+from calm_jax.models.kv_cache import SegmentIds
 from calm_jax.parallel.loops import map_positions
 from calm_jax.sampling.chunk_model import ChunkModel
 
@@ -78,10 +78,10 @@ def counted(target_BT: Any, starts_P: np.ndarray, pad_id: int) -> Any:
     return is_text_BT[:, windows(starts_P)].cumprod(-1).astype(bool)
 
 
-def collisions(sample_SN: Array) -> Array:
-    """The share of pairs of samples whose first n tokens agree, [..., S, N] -> [..., N] for n = 1 .. N."""
-    num_samples = sample_SN.shape[-2]
-    same = jnp.cumprod(sample_SN[..., :, None, :] == sample_SN[..., None, :, :], axis=-1)
+def collisions(sample_ST: Array) -> Array:
+    """The share of pairs of samples whose first n tokens agree, [..., S, T] -> [..., T] for n = 1 .. T."""
+    num_samples = sample_ST.shape[-2]
+    same = jnp.cumprod(sample_ST[..., :, None, :] == sample_ST[..., None, :, :], axis=-1)
     return (same.sum((-3, -2)) - num_samples) / (num_samples * (num_samples - 1))
 
 
@@ -198,20 +198,6 @@ def agreeing_path_collisions(
     return jax.lax.fori_loop(0, -(-num_agreeing // max(1, num_together)), proceed, nothing_BPN)
 
 
-def read_block(
-    model: ChunkModel, token_BLK: Array, documents: SegmentIds | None
-) -> tuple[Array, Memory | None]:
-    """Reads whole blocks, so that they can be continued after each of their chunks (`ChunkModel.fork`).
-
-    Returns:
-        The hidden states that predict each chunk but the first, [B, L-1, D], and a cache of all chunks but the last, after which
-        nothing is drawn.
-    """
-    batch, num_chunks, _ = token_BLK.shape
-    window = num_chunks - 1 if documents is None else documents.window()[:, :-1]
-    return model.advance(token_BLK[:, :-1], model.empty_cache(batch, 0, window))
-
-
 class Reading(NamedTuple):
     """What a model read of whole blocks, to score n-grams after each of their chunks.
 
@@ -225,7 +211,7 @@ class Reading(NamedTuple):
 
 
 def read(model: ChunkModel, token_BLK: Array, documents: SegmentIds | None) -> Reading:
-    """Reads whole blocks for `brier_terms`.
+    """Reads whole blocks, so that n-grams can be drawn after each of their chunks (`ChunkModel.fork`).
 
     Args:
         model: the model's `ChunkModel` interface.
@@ -233,8 +219,11 @@ def read(model: ChunkModel, token_BLK: Array, documents: SegmentIds | None) -> R
         documents: the documents of all chunks of a block, [B, L], when they are isolated. The chunks
             that are drawn after true chunk i then see the true chunks that chunk i sees.
     """
-    if chunks_of(token_BLK.shape[2]) > 1:
-        return Reading(*read_block(model, token_BLK, documents))
+    batch, num_chunks, chunk_size = token_BLK.shape
+    if chunks_of(chunk_size) > 1:
+        # Nothing is drawn after the last chunk.
+        window = num_chunks - 1 if documents is None else documents.window()[:, :-1]
+        return Reading(*model.advance(token_BLK[:, :-1], model.empty_cache(batch, 0, window)))
     # The last chunk is read too: L is a multiple of what kernels want, and L - 1 is not.
     h_BLD, _ = model.advance(token_BLK, documents)
     return Reading(h_BLD[:, :-1], None)
@@ -413,27 +402,27 @@ def score(sums: BlockSums) -> Score:
     return Score(brierlm, error, tuple(brier_4), brier_error, ngrams)
 
 
-def frequency_floor(train_N4: np.ndarray, target_BP4: np.ndarray, counted_BP4: np.ndarray) -> Score:
+def frequency_floor(train_W4: np.ndarray, target_BP4: np.ndarray, counted_BP4: np.ndarray) -> Score:
     """The score of the context-free model that samples n-grams by their frequency in the training text.
 
     A floor for trained models. Its Brier terms are exact.
 
     Args:
-        train_N4: four-token windows of the training text.
+        train_W4: four-token windows of the training text.
         target_BP4: the scored windows of each block.
         counted_BP4: bool, for which n each window is scored (see `counted`).
     """
-    terms_BP4 = frequency_terms(train_N4, target_BP4)
+    terms_BP4 = frequency_terms(train_W4, target_BP4)
     return score(block_sums(jnp.asarray(terms_BP4, jnp.float32), jnp.asarray(counted_BP4)))
 
 
-def frequency_terms(train_N4: np.ndarray, target_BP4: np.ndarray) -> np.ndarray:
+def frequency_terms(train_W4: np.ndarray, target_BP4: np.ndarray) -> np.ndarray:
     """The exact Brier terms of sampling n-grams by their frequency, `2 p_n(y) - sum p_n^2`, float64 [B, P, 4].
 
     p_n are the frequencies of the first n of four tokens in the training text, 0 without any window in it. Computed on the host.
     """
-    vocab_size = 1 + int(max(train_N4.max(initial=0), target_BP4.max(initial=0)))
-    prefix_N = np.zeros(len(train_N4), np.int64)
+    vocab_size = 1 + int(max(train_W4.max(initial=0), target_BP4.max(initial=0)))
+    prefix_W = np.zeros(len(train_W4), np.int64)
     prefix_BP = np.zeros(target_BP4.shape[:-1], np.int64)
     # The number of values that a prefix may have.
     bound = 1
@@ -442,14 +431,14 @@ def frequency_terms(train_N4: np.ndarray, target_BP4: np.ndarray) -> np.ndarray:
         # A prefix is the number whose digits are its tokens. Where 64 bits do not hold one digit more, it becomes its place among the
         # prefixes of the training text.
         if bound * vocab_size > np.iinfo(np.int64).max:
-            distinct, prefix_N = np.unique(prefix_N, return_inverse=True)
+            distinct, prefix_W = np.unique(prefix_W, return_inverse=True)
             prefix_BP = _places(distinct, prefix_BP)
             bound = len(distinct) + 1
         bound *= vocab_size
-        prefix_N = prefix_N * vocab_size + train_N4[:, order]
+        prefix_W = prefix_W * vocab_size + train_W4[:, order]
         prefix_BP = prefix_BP * vocab_size + target_BP4[..., order]
-        distinct, count = np.unique(prefix_N, return_counts=True)
-        frequency = np.append(count, 0) / max(len(train_N4), 1)
+        distinct, count = np.unique(prefix_W, return_counts=True)
+        frequency = np.append(count, 0) / max(len(train_W4), 1)
         terms.append(2 * frequency[_places(distinct, prefix_BP)] - (frequency**2).sum())
     return np.stack(terms, axis=-1)
 

@@ -29,12 +29,13 @@ from calm_jax import brier
 from calm_jax.brier import ORDERS
 from calm_jax.cli import progress
 from calm_jax.cli.command import command
+from calm_jax.cli.files import local_path
 from calm_jax.cli.flags import define_recipe, parse_flags
 from calm_jax.cli.output import owned_output, write_result
 from calm_jax.config import Config, resolve
 from calm_jax.data.tokenizers import Tokenizer, open_tokenizer
 from calm_jax.errors import UserError
-from calm_jax.evaluation.causal_lm import CausalLM
+from calm_jax.evaluation.causal_lm import CausalLM, check_installed
 from calm_jax.evaluation.samples import (
     Reference,
     Sample,
@@ -44,7 +45,7 @@ from calm_jax.evaluation.samples import (
 )
 from calm_jax.parallel.compilation_cache import set_up_compiler
 from calm_jax.parallel.host_memory import keep_freed_memory
-from calm_jax.run.dataset import Dataset, read_corpus
+from calm_jax.run import preflight
 from calm_jax.run.generator import Generator
 from calm_jax.run.references import have_tokens_of, samples_of
 from calm_jax.run.references import references as references_of
@@ -70,7 +71,9 @@ _MODEL = flags.DEFINE_multi_string(
 _NUM_SAMPLES = flags.DEFINE_integer(
     "num_samples", 2, "samples of each position by --model", lower_bound=2
 )
-_SEED = flags.DEFINE_integer("seed", 0, "seed of --model's samples", lower_bound=0)
+_SEED = flags.DEFINE_integer(
+    "seed", 0, "seed of --model's samples", lower_bound=0, upper_bound=2**32 - 1
+)
 _OUTPUT = flags.DEFINE_string("output", "", "write the samples of one --model to this file")
 _OVERWRITE = flags.DEFINE_bool(
     "overwrite", False, "replace the file of --output or --write_references if it exists"
@@ -97,9 +100,10 @@ def _folder() -> pathlib.Path:
     return pathlib.Path(folder)
 
 
-def _write(config: Config, tokenizer: Tokenizer, path: pathlib.Path) -> None:
-    text = Dataset(config, read_corpus(config, ("lm",)), tokenizer)
-    given, number = references_of(config, text, tokenizer, _POSITIONS.value)
+def _write(config: Config, workdir: Workdir, path: pathlib.Path) -> None:
+    preflight.check_scored(config, workdir)
+    text, _ = preflight.read_scored(config, workdir)
+    given, number = references_of(config, text, workdir.tokenizer, _POSITIONS.value)
     lines = [json.dumps(dataclasses.asdict(one), ensure_ascii=False) + "\n" for one in given]
     write_result(path, "".join(lines))
     print(
@@ -126,14 +130,20 @@ def _check_one_tokenizer(
 
 
 def _gives_text(name: str, references: Sequence[Reference]) -> bool:
-    """Whether a --model can only give texts, because the references lack tokens of its tokenizer."""
+    """Whether a --model can only give texts, because the references lack tokens of its tokenizer.
+
+    Raises `UserError` for a model that cannot be sampled.
+    """
     if name.startswith("hf:"):
+        check_installed(name)
         return True
-    workdir = Workdir(pathlib.Path(name))
+    workdir = Workdir(local_path(name, "--model"))
     if not workdir.exists:
         raise UserError(
             f"--model={name} is no workdir: the name of a Hugging Face model begins with hf: (hf:{name})"
         )
+    if not workdir.has_lm:
+        raise UserError(f"--model={name} has no trained language model")
     return not have_tokens_of(workdir.tokenizer, references)
 
 
@@ -182,7 +192,7 @@ def _run(written: pathlib.Path | None, output: pathlib.Path | None) -> None:
             raise UserError("--write_references needs a run: --config=configs/workdir.py:DIR")
         of_scoring = (_REFERENCES, _SAMPLES, _MODEL, _OUTPUT, _TOKENIZER)
         _refuse("with --write_references", *of_scoring, *_OF_MODELS)
-        _write(config, Workdir(_folder()).tokenizer, written)
+        _write(config, Workdir(_folder()), written)
         return
     if not _REFERENCES.value or not (_SAMPLES.value or _MODEL.value):
         raise UserError("give --references=FILE, and --samples=FILE or --model=NAME")
@@ -196,9 +206,10 @@ def _run(written: pathlib.Path | None, output: pathlib.Path | None) -> None:
     drawn = {path: read_samples(path, references) for path in _SAMPLES.value}
     tokenizer = open_tokenizer(_TOKENIZER.value)[0] if _TOKENIZER.value else None
     if config is not None:
-        ours = Workdir(_folder()).tokenizer
-        _check_one_tokenizer(ours, tokenizer, places)
-        tokenizer = ours
+        workdir = Workdir(_folder())
+        preflight.check_scored(config, workdir)
+        _check_one_tokenizer(workdir.tokenizer, tokenizer, places)
+        tokenizer = workdir.tokenizer
     are_texts = {path: isinstance(samples[places[0].id][0], str) for path, samples in drawn.items()}
     texts = [name for name, is_text in are_texts.items() if is_text]
     texts += [name for name in _MODEL.value if _gives_text(name, places)]
@@ -213,7 +224,7 @@ def _run(written: pathlib.Path | None, output: pathlib.Path | None) -> None:
     scorer.targets(bool(texts))
     floor = {}
     if config is not None:
-        text = Dataset(config, read_corpus(config, ("lm",)), ours)
+        text, _ = preflight.read_scored(config, workdir)
         if text.has_train:
             floor["frequencies (the floor)"] = scorer.floor(text.training_ngrams(), bool(texts))
     for name in _MODEL.value:

@@ -15,7 +15,7 @@ from typing import Any
 from calm_jax.data.corpus import DataConfig
 from calm_jax.data.packing import BlockConfig
 from calm_jax.data.tokenizers import TokenizerConfig
-from calm_jax.errors import UserError, nearest, require_at_least, require_one_of
+from calm_jax.errors import UserError, nearest, require_at_least, require_one_of, require_within
 from calm_jax.evaluation.evaluator import EvalConfig
 from calm_jax.models.autoencoder import AutoencoderConfig
 from calm_jax.models.heads import HEADS, LATENT_HEADS, HeadConfig
@@ -61,7 +61,8 @@ class LmStage:
     training: TrainingConfig
 
     def __post_init__(self):
-        require_at_least(0, self, "lm.", "token_loss_weight", "token_prior_weight")
+        # Products with them stay far below the largest float32.
+        require_within(0, 1e6, self, "lm.", "token_loss_weight", "token_prior_weight")
         if self.token_loss_weight and self.head.name not in LATENT_HEADS:
             raise UserError(
                 f"lm.token_loss_weight={self.token_loss_weight}: lm.head.name={self.head.name!r} predicts tokens itself, "
@@ -106,6 +107,11 @@ class Config:
             # The same checks are for options of generation, which are in no section.
             raise UserError(f"sample.{error}") from error
         self._check_head()
+        if self.stage == "autoencoder" and self.autoencoder.checkpoint:
+            raise UserError(
+                f"autoencoder.checkpoint={self.autoencoder.checkpoint!r} names a trained autoencoder, and stage='autoencoder' trains "
+                "one: give --config.stage=lm, or leave autoencoder.checkpoint out"
+            )
         if self.init_from and self.autoencoder.checkpoint:
             raise UserError(
                 f"autoencoder.checkpoint={self.autoencoder.checkpoint!r}: init_from={self.init_from!r} brings its own "

@@ -64,11 +64,12 @@ def require_at_least(least: int, section: object, path: str, *names: str) -> Non
             raise UserError(f"{path}{name}={getattr(section, name)} must be at least {least}")
 
 
-def require_positive(section: object, path: str, *names: str) -> None:
-    """As `require_at_least`: raises `UserError` for the first value that is not above 0."""
+def require_within(least: float, most: float, section: object, path: str, *names: str) -> None:
+    """As `require_at_least`: raises `UserError` for the first value that is not from `least` to `most`, NaN included."""
     for name in names:
-        if getattr(section, name) <= 0:
-            raise UserError(f"{path}{name}={getattr(section, name)} must be positive")
+        if not least <= getattr(section, name) <= most:
+            value = getattr(section, name)
+            raise UserError(f"{path}{name}={value} must be from {least:g} to {most:g}")
 
 
 def installation(extra: str) -> str:

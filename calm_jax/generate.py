@@ -60,7 +60,10 @@ _OPTIONS = (
         "how CALM samples below temperature 1: pooled, batch, published, rejection, growing or noise",
     ),
     flags.DEFINE_integer(
-        "num_candidates", None, "draws per chunk of the samplers batch and published"
+        "num_candidates",
+        None,
+        "draws per chunk of the samplers batch and published; pooled (1/T not a whole number) and rejection reserve up to so "
+        "many of max_draws",
     ),
     flags.DEFINE_integer(
         "max_draws",

@@ -1,4 +1,4 @@
-"""Independent streams of random numbers, all from a config's one seed."""
+"""Independent, named streams of random numbers from one seed."""
 
 import zlib
 

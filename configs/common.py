@@ -14,7 +14,7 @@ from calm_jax.errors import UserError
 def get_config() -> ConfigDict:
     config = ConfigDict()
 
-    # Seed of all random numbers of a run: initial parameters, order of the data, noise.
+    # Seed of training and of the samples at its end: initial parameters, order of the data, noise. Evaluation has `eval.seed`.
     config.seed = 0
     # Stages to train: "autoencoder"; "lm", the language model alone, which needs a trained autoencoder (in the workdir, in
     # `autoencoder.checkpoint` or in `init_from`); or "all", both in this order.
@@ -103,11 +103,11 @@ def get_config() -> ConfigDict:
     config.lm.model = _transformer()
     config.lm.head = _energy_head()
     # Weight of an auxiliary loss, which makes the backbone learn faster (docs/training.md): the cross-entropy of the next
-    # chunk's K tokens, each predicted from the hidden state by a small network, the token predictor (paper: 0). A run
-    # cannot change it later, since the network has parameters. Not for a softmax head.
+    # chunk's K tokens, each predicted from the hidden state by a small network, the token predictor (paper: 0;
+    # at most 1e6). A run cannot change it later, since the network has parameters. Not for a softmax head.
     config.lm.token_loss_weight = 0.0
     # What the token predictor's logits are multiplied by before they are added to the decoder's, wherever draws of the head are
-    # decoded: in scores and in generation (paper: 0). A small model then writes more words
+    # decoded: in scores and in generation (paper: 0; at most 1e6). A small model then writes more words
     # (docs/training.md). Needs the token loss.
     config.lm.token_prior_weight = 0.0
     # Published: documents have no eos, and a chunk may contain the end of one document and the start of the next.
@@ -234,12 +234,13 @@ def _autoencoder_model() -> ConfigDict:
     # Even numbers: half of the layers work on single tokens, the other half on whole chunks.
     model.num_encoder_layers = 2
     model.num_decoder_layers = 2
+    # The term added to the variance in RMSNorms, from 1e-20 to 1.
     model.norm_epsilon = 1e-6
     # In training, the probability of replacing an input token by id 0, and of dropping a latent dimension (paper: 0.15).
     model.dropout = 0.15
-    # Lower bound at which the KL divergence of each latent dimension is clamped, in nats (paper: 0.5).
+    # Lower bound at which the KL divergence of each latent dimension is clamped, in nats (paper: 0.5; at most 1e6).
     model.kl_clamp = 0.5
-    # Weight of the KL term in the loss (paper: 0.001).
+    # Weight of the KL term in the loss (paper: 0.001; at most 1e6).
     model.kl_weight = 1e-3
     return model
 
@@ -250,13 +251,15 @@ def _transformer() -> ConfigDict:
     model.hidden_size = 1024
     model.intermediate_size = 2752
     model.num_layers = 16
+    # Query heads. Twice their number must divide hidden_size.
     model.num_heads = 16
     # Key-value heads. Fewer than num_heads: grouped-query attention.
     model.num_kv_heads = 16
-    # Base of the rotary position embedding. Positions count chunks, not tokens.
+    # Base of the rotary position embedding, from 1 to 1e12. Positions count chunks, not tokens.
     model.rope_theta = 1e4
-    # The term added to the variance in the transformer's RMSNorms, and in the LayerNorms of the head and of the chunk embedding.
+    # The term added to the variance in the transformer's RMSNorms, from 1e-20 to 1.
     model.rms_norm_epsilon = 1e-6
+    # The same in the LayerNorms of chunk embedding, head and token predictor. A softmax head has none.
     model.norm_epsilon = 1e-6
     # Rematerialisation: which activations of a layer the backward pass recomputes. "none"; "full", all of them: least memory,
     # about a third more FLOPs; "dots", all but products with weights and the results of the attention "blocks" and "splash": few
@@ -421,8 +424,8 @@ def _optimizer() -> ConfigDict:
     # Steps of linear warm-up from 0. The published scripts ask for 1000 (autoencoder) and 2000 (language model), but their
     # scheduler ignores it, so that 0 reproduces what they do.
     optimizer.warmup_steps = 2000
-    # Learning rate after warm-up: "constant" (published), or "cosine", which decays to `final_learning_rate` (at most 1) at the
-    # last step.
+    # Learning rate after warm-up: "constant" (published), or "cosine", which decays towards `final_learning_rate` (at most 1)
+    # and would reach it one step after the last.
     optimizer.schedule = "constant"
     optimizer.final_learning_rate = 0.0
     # AdamW's decay rates of the moments, at most 0.999999, and the term added to the denominator, from 1e-20 to 1.

@@ -321,9 +321,16 @@ def network(chunk_size, exact=False, num_kv_heads=2):
     head_config = EnergyHeadConfig("energy", 2, 6, 2, 2, 1.0)
     head = EnergyHead(head_config, D, Z, 1e-6, jnp.float32)
     autoencoder = AutoencoderTask(
-        Autoencoder(autoencoder_config(latent_size=Z), V, chunk_size, jnp.float32), PAD
+        Autoencoder(autoencoder_config(latent_size=Z), V, chunk_size, jnp.float32),
+        PAD,
+        random_chunks=0.0,
     )
-    task = CalmTask(CALM(config, head, None, V, PAD, jnp.float32), autoencoder.model, protocol)
+    task = CalmTask(
+        CALM(config, head, None, V, PAD, jnp.float32),
+        autoencoder.model,
+        protocol,
+        token_prior_weight=0.0,
+    )
     return task.bind(random_params(task), {"params": random_params(autoencoder, seed=1)})
 
 

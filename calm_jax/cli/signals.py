@@ -33,7 +33,7 @@ def ignore_the_next() -> None:
 
 
 def tell_of_no_files() -> None:
-    """What is said of a signal is from now on not about files. `generate` calls it where it prints to the terminal."""
+    """From now on the message about a signal does not mention files. `generate` calls it where it prints to the terminal."""
     for handler in _handlers:
         handler.writes_files = False
 
@@ -60,7 +60,7 @@ class SignalHandler:
 
     Attributes:
       ignores_next: whether the next signal is ignored.
-      writes_files: whether the command writes files, which is part of what is said of a signal.
+      writes_files: whether the command writes files; the message about a signal mentions files only then.
     """
 
     def __init__(self, signals: tuple[signal.Signals, ...], received: Callable[[int], None]):

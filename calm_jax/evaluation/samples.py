@@ -97,7 +97,10 @@ def read_references(path: str) -> dict[str, Reference]:
             )
         if name in found:
             raise UserError(f"{where}: the id {name!r} appears twice in this file")
-        found[name] = Reference(name, str(record.get("block", f"id {name}")), **fields)
+        block = record.get("block", f"id {name}")
+        if type(block) not in (str, int):
+            raise UserError(f"{where}: field 'block' is not a string or a whole number")
+        found[name] = Reference(name, str(block), **fields)
     if not found:
         raise UserError(f"--references={path} holds no references")
     return found
@@ -164,10 +167,10 @@ class Scorer:
             terms_R4[row_G] = 2 * match_G4 - np.asarray(brier.collisions(jnp.asarray(sample_GS4)))
         return self._score(terms_R4, target_R4)
 
-    def floor(self, train_N4: np.ndarray, is_text: bool) -> brier.Score:
+    def floor(self, train_W4: np.ndarray, is_text: bool) -> brier.Score:
         """The score of sampling n-grams by their frequency in the training text (`brier.frequency_terms`)."""
         target_R4 = self.targets(is_text)
-        terms_R14 = brier.frequency_terms(train_N4, np.maximum(target_R4[:, None], 0))
+        terms_R14 = brier.frequency_terms(train_W4, np.maximum(target_R4[:, None], 0))
         return self._score(terms_R14[:, 0], target_R4)
 
     def targets(self, is_text: bool) -> np.ndarray:

@@ -100,8 +100,8 @@ def _ways_at(config: EvalConfig, sampler: SamplerConfig) -> list[SamplerConfig]:
 
 @functools.partial(jax.jit, static_argnames=("bind",))
 def _read(bind: Bind, params: Any, frozen: Any, token_1LK: Array, documents: SegmentIds | None):
-    """`brier.read_block` for one block."""
-    return brier.read_block(bind(params, frozen), token_1LK, documents)
+    """`brier.read` for one block."""
+    return brier.read(bind(params, frozen), token_1LK, documents)
 
 
 @functools.partial(jax.jit, static_argnames=("bind", "config"))
@@ -128,7 +128,11 @@ def _sample(
     key_R = jax.vmap(lambda key: jax.random.split(key))(key_P).reshape(-1)
     h_RD = h_1LD[0, chunk_R - 1]
     active_R = jnp.ones(len(chunk_R), bool)
-    own = [sample_chunk(model, h_RD, key_R, active_R, config)]
+
+    def step_key_R(step: int) -> Array:
+        return jax.vmap(jax.random.fold_in, (0, None))(key_R, step)
+
+    own = [sample_chunk(model, h_RD, step_key_R(0), active_R, config)]
     num_chunks = brier.chunks_of(own[0].tokens.shape[1])
     for step in range(1, num_chunks):
         token_RJK = jnp.stack([chunk.tokens for chunk in own], axis=1)
@@ -139,8 +143,7 @@ def _sample(
             return model.advance(token_JK[None], fork)[0][0, -1]
 
         h_RD = jax.vmap(after)(chunk_R, token_RJK)
-        step_key_R = jax.vmap(jax.random.fold_in, (0, None))(key_R, step)
-        own.append(sample_chunk(model, h_RD, step_key_R, active_R, config))
+        own.append(sample_chunk(model, h_RD, step_key_R(step), active_R, config))
     return Sampled(
         jnp.concatenate([chunk.tokens for chunk in own], axis=1),
         sum(chunk.draws for chunk in own),  # type: ignore[arg-type]  # `sum` of no chunks would be 0
@@ -169,7 +172,7 @@ class Contexts:
 
     Attributes:
         token_1LK: the block.
-        documents: as in `brier.brier_terms`.
+        documents: as in `brier.read`.
         chunk_P: the index of the chunk after each context.
         target_P4: the true four tokens after each context.
         counted_P4: bool, whether their first n tokens are text (see `brier.counted`).

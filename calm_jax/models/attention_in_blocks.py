@@ -2,6 +2,7 @@
 
 About half of the scores are never computed. The backward pass computes the weights again from the log-sum-exp of the scores
 instead of storing them (as FlashAttention does; Dao et al. 2022, arXiv 2205.14135).
+Axes: S keys, R query heads per key-value head.
 """
 
 import math
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from calm_jax.parallel.products import is_single_cpu, transposed_product
+from calm_jax.parallel.products import is_one_cpu_device, transposed_product
 
 # The number of queries that are processed at once.
 _QUERY_BLOCK = 128
@@ -90,6 +91,20 @@ def _blocks_forward(
     return mixed_BGRLA, kept
 
 
+def _summed_over_queries(x_BGRLA: Array, y_BGRLS: Array) -> Array:
+    """The product, summed over R and L: float32 [B, G, A, S]."""
+    if x_BGRLA.dtype == jnp.bfloat16 and is_one_cpu_device():
+        x_BGPA = x_BGRLA.reshape(*x_BGRLA.shape[:2], -1, x_BGRLA.shape[-1])
+        y_BGPS = y_BGRLS.reshape(*y_BGRLS.shape[:2], -1, y_BGRLS.shape[-1])
+        return transposed_product(x_BGPA, y_BGPS, jnp.float32)
+    # In float32, because on several CPU devices a bfloat16 product of this layout fails at run time (jaxlib 0.10.1).
+    return jnp.einsum(
+        "BGARL,BGRLS->BGAS",
+        x_BGRLA.transpose(0, 1, 4, 2, 3).astype(jnp.float32),
+        y_BGRLS.astype(jnp.float32),
+    )
+
+
 def _blocks_backward(
     kept: tuple[Array, ...], cotangent_BGRLA: Array
 ) -> tuple[Array, Array, Array, None]:
@@ -122,24 +137,11 @@ def _blocks_backward(
                 preferred_element_type=exact,
             ).astype(query_BGRLA.dtype)
         )
-
-        def summed_over_queries(x_BGRLA: Array, y_BGRLS: Array) -> Array:
-            if x_BGRLA.dtype == jnp.bfloat16 and is_single_cpu():
-                x_BGPA = x_BGRLA.reshape(*x_BGRLA.shape[:2], -1, x_BGRLA.shape[-1])
-                y_BGPS = y_BGRLS.reshape(*y_BGRLS.shape[:2], -1, y_BGRLS.shape[-1])
-                return transposed_product(x_BGPA, y_BGPS, exact)
-            # In float32, because on several CPU devices a bfloat16 product of this layout fails at run time (jaxlib 0.10.1).
-            return jnp.einsum(
-                "BGARL,BGRLS->BGAS",
-                x_BGRLA.transpose(0, 1, 4, 2, 3).astype(exact),
-                y_BGRLS.astype(exact),
-            )
-
         key_gradient_BGAS = key_gradient_BGAS.at[..., :last].add(
-            summed_over_queries(query_BGRLA[block], score_gradient_BGRLS)
+            _summed_over_queries(query_BGRLA[block], score_gradient_BGRLS)
         )
         value_gradient_BGAS = value_gradient_BGAS.at[..., :last].add(
-            summed_over_queries(cotangent_BGRLA[block], weight_BGRLS.astype(value_BGSA.dtype))
+            _summed_over_queries(cotangent_BGRLA[block], weight_BGRLS.astype(value_BGSA.dtype))
         )
     return (
         jnp.concatenate(query_gradients, axis=3),

@@ -2,6 +2,7 @@
 
 It is variational: the encoder gives a Gaussian posterior per chunk, and training clamps the KL term and drops tokens
 and latents, so that the latent space is smooth enough for a language model to predict samples of it.
+Axes: P chunks, R rows of any leading axes, E features of a prior.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.errors import UserError, require_at_least, require_positive
+from calm_jax.errors import UserError, require_at_least, require_within
 from calm_jax.losses import Posterior, clamped_kl
 from calm_jax.models import vocabulary
 from calm_jax.models.layers import SwiGLU, linear, linear_in_float32, look_up, normal_init
@@ -45,8 +46,8 @@ class AutoencoderConfig:
                 )
         path = "autoencoder.model."
         require_at_least(1, self, path, "latent_size", "hidden_size", "intermediate_size")
-        require_at_least(0, self, path, "kl_clamp", "kl_weight")
-        require_positive(self, path, "norm_epsilon")
+        require_within(0, 1e6, self, path, "kl_clamp", "kl_weight")
+        require_within(1e-20, 1, self, path, "norm_epsilon")
         if not 0 <= self.dropout < 1:
             raise UserError(f"autoencoder.model.dropout={self.dropout} must be in [0, 1)")
 

@@ -7,6 +7,8 @@ backbone's next input: the paper found latents as input much worse.
 
 Read next: heads/energy.py, the head; `calm_jax.losses`, the scores that train it; `calm_jax.brier`, how the model is
 scored; `calm_jax.sampling.temperature`, how it is sampled at a temperature.
+
+E: the K D features of a chunk's tokens.
 """
 
 import flax.linen as nn

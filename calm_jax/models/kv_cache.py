@@ -69,7 +69,8 @@ class KVCache(NamedTuple):
     """Keys and values of the chunks read so far: a ring buffer with S places (slots), where chunk i has place i mod S.
 
     A chunk "sees" the chunks that it attends to. If a chunk sees only the last W chunks, a text may be longer than the
-    cache. To read L chunks at once, S must then be at least W + L - 1. A cache with S = 0 becomes as large as the first read:
+    cache. To read L chunks at once, S must then be at least W + L - 1: a row with fewer new chunks is padded to L, and the padding
+    overwrites older chunks, of which the row's next chunk still sees W - 1. A cache with S = 0 becomes as large as the first read:
     it gets one place per chunk. Heads come before places, so that `UnslicedLayer` need not transpose the cache. Inside a
     layer (`parts`, `attend`), `key` and `value` are those of the layer, [B, S, G, A].
 

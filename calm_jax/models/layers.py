@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from calm_jax.parallel.constraints import constrain_groups, each_group, gathered_in
 from calm_jax.parallel.devices import target_device
 from calm_jax.parallel.mesh import path_of
-from calm_jax.parallel.products import is_one_cpu, is_single_cpu, product
+from calm_jax.parallel.products import has_all_rows_on_one_cpu, is_one_cpu_device, product
 
 # Standard deviation of every Linear and Embedding at initialisation (`initializer_range` of the published configs).
 normal_init = nn.initializers.normal(0.02)
@@ -46,7 +46,7 @@ def linear(
     kernel_init: nn.initializers.Initializer = normal_init,
 ) -> nn.DenseGeneral:
     """A linear layer that contracts `axis`; it computes in `dtype` and has float32 parameters."""
-    if use_bias and jnp.dtype(dtype) == jnp.bfloat16 and is_single_cpu():
+    if use_bias and jnp.dtype(dtype) == jnp.bfloat16 and is_one_cpu_device():
         return _RoundedLinear(
             features,
             axis=axis,
@@ -207,7 +207,7 @@ def rotation_at(position_BL: Array, head_size: int, theta: float) -> Rotation:
     # A compiler would fuse sines and cosines into their users, and compute them again in each layer, for each head of queries and
     # keys. A barrier prevents that, but not in the CPU backend of jaxlib 0.10, which removes it first. No compiler fuses the result
     # of a conditional, so on CPUs a branch computes the sines and cosines; it is taken unless all positions are 0.
-    if is_one_cpu():
+    if has_all_rows_on_one_cpu():
         rotation = jax.lax.cond(jnp.any(position_BL != 0), factors, at_zero, angle_BLA)
     else:
         rotation = factors(angle_BLA)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from calm_jax.errors import UserError, require_at_least, require_one_of, require_positive
+from calm_jax.errors import UserError, require_at_least, require_one_of, require_within
 from calm_jax.models import attention
 from calm_jax.models.attention_in_blocks import ATTENTION
 from calm_jax.models.kv_cache import Fork, KVCache, Memory, SegmentIds, UnslicedLayer, Written
@@ -51,7 +51,8 @@ class TransformerConfig:
         require_one_of("lm.model.attention", self.attention, attention.CHOICES)
         sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         require_at_least(1, self, "lm.model.", *sizes)
-        require_positive(self, "lm.model.", "rope_theta", "rms_norm_epsilon", "norm_epsilon")
+        require_within(1, 1e12, self, "lm.model.", "rope_theta")
+        require_within(1e-20, 1, self, "lm.model.", "rms_norm_epsilon", "norm_epsilon")
         if self.hidden_size % (2 * self.num_heads):
             raise UserError(
                 f"lm.model.hidden_size={self.hidden_size} must be a multiple of twice lm.model.num_heads="

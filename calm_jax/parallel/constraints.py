@@ -2,19 +2,17 @@
 gathered to them."""
 
 import functools
-import math
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from calm_jax.parallel.mesh import BATCH, path_of, spec_of
+from calm_jax.parallel.mesh import BATCH, num_row_shards, path_of, spec_of
 
 
 def batch_shards() -> int:
     """The number of devices that a batch's rows are split over; 1 without a mesh."""
-    (axes,), shape = BATCH, jax.sharding.get_abstract_mesh().shape
-    return math.prod(shape.get(axis, 1) for axis in axes)
+    return num_row_shards(jax.sharding.get_abstract_mesh())
 
 
 def rows_per_device(rows: int) -> int:

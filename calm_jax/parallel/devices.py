@@ -1,4 +1,4 @@
-"""Peak rates and memory of accelerators, by JAX's names for them."""
+"""The devices: peak rates of accelerators, memory and its use, cores, and the device that a program is compiled for, by JAX's names for them."""
 
 import contextlib
 import dataclasses
@@ -22,8 +22,8 @@ class Accelerator:
       memory: bytes.
       bandwidth: bytes per second read from and written to this memory.
       interconnect: bytes per second received from other devices, over all links together: half of the bidirectional
-        bandwidth on Google's page of each Cloud TPU version and in NVIDIA's data sheets of the SXM cards (NVLink, within
-        one host).
+        bandwidth on Google's page of each Cloud TPU version and in NVIDIA's data sheets (within one host: NVLink
+        of the SXM cards, and half of the slot's rate in both directions for the others).
     """
 
     flops: float
@@ -38,8 +38,14 @@ ACCELERATORS = {
     "TPU v5 lite": Accelerator(197e12, 16 * 2**30, 819e9, 200e9),
     "TPU v5": Accelerator(459e12, 95 * 2**30, 2765e9, 600e9),
     "TPU v4": Accelerator(275e12, 32 * 2**30, 1228e9, 300e9),
+    "NVIDIA H200 NVL": Accelerator(835e12, 141e9, 4800e9, 64e9),
     "NVIDIA H200": Accelerator(989e12, 141e9, 4800e9, 450e9),
+    "NVIDIA H100 NVL": Accelerator(835e12, 94e9, 3900e9, 64e9),
+    "NVIDIA H100 PCIe": Accelerator(756e12, 80e9, 2000e9, 64e9),
     "NVIDIA H100": Accelerator(989e12, 80e9, 3350e9, 450e9),
+    "NVIDIA A100-SXM4-40GB": Accelerator(312e12, 40e9, 1555e9, 300e9),
+    "NVIDIA A100-PCIE-40GB": Accelerator(312e12, 40e9, 1555e9, 32e9),
+    "NVIDIA A100 80GB PCIe": Accelerator(312e12, 80e9, 1935e9, 32e9),
     "NVIDIA A100": Accelerator(312e12, 80e9, 2039e9, 300e9),
 }
 
@@ -95,7 +101,7 @@ def num_cores() -> int:
 
 
 def peak_memory() -> int:
-    """The peak memory so far of one of this process's devices, in bytes; the process's peak resident memory where devices
+    """The peak memory so far of this process's fullest device, in bytes; the process's peak resident memory where devices
     have no such statistics (CPUs)."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]

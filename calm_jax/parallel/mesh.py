@@ -145,8 +145,9 @@ def _can_make(config: MeshConfig, devices: Sequence[jax.Device]) -> bool:
 
 
 def num_row_shards(mesh: Mesh | AbstractMesh) -> int:
-    """The number of parts into which the rows of a batch are split."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    """The number of parts into which the rows of a batch are split; 1 for an empty mesh."""
+    (axes,) = BATCH
+    return math.prod(mesh.shape.get(axis, 1) for axis in axes)
 
 
 def divisible(rows: int, mesh: Mesh | None) -> int:
@@ -221,14 +222,8 @@ def global_batch(batch: dict[str, np.ndarray], batch_size: int, mesh: Mesh) -> d
       batch_size: number of rows of the global batch.
       mesh: the mesh.
     """
-    place_of = {row: place for place, row in enumerate(rows_here(batch_size, mesh))}
-
-    def placed(rows: np.ndarray) -> jax.Array:
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            return rows[[place_of[row] for row in range(batch_size)[index[0]]]]
-
-        shape = (batch_size, *rows.shape[1:])
-        return jax.make_array_from_callback(shape, NamedSharding(mesh, BATCH), part)
-
-    return {name: placed(rows) for name, rows in batch.items()}
+    sharding = NamedSharding(mesh, BATCH)
+    return {
+        name: jax.make_array_from_process_local_data(sharding, rows, (batch_size, *rows.shape[1:]))
+        for name, rows in batch.items()
+    }

@@ -48,7 +48,7 @@ def product(
         size = len(of_x)
         kept = x.shape[: x.ndim - size]
         is_plain = of_x == tuple(range(len(kept), x.ndim)) and of_kernel == tuple(range(size))
-        if is_plain and precision is None and is_one_cpu():
+        if is_plain and precision is None and has_all_rows_on_one_cpu():
             return _flat_product(x, kernel, size, jnp.float32 if in_float32 else x.dtype)
         if in_float32 and x.dtype != jnp.float32:
             return product_in_float32(x, kernel, dimension_numbers)
@@ -78,7 +78,9 @@ def matrix_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     In float32 the variant for CPUs is not used for many rows, because it makes a training step 15 % slower. The result has the
     checkpoint name `PRODUCT`.
     """
-    if is_one_cpu() and (_has_few_rows(x) or (x.dtype == jnp.bfloat16 and is_single_cpu())):
+    if has_all_rows_on_one_cpu() and (
+        _has_few_rows(x) or (x.dtype == jnp.bfloat16 and is_one_cpu_device())
+    ):
         result = _flat_product(x, kernel, 1, x.dtype)
     elif is_single_row(x.shape[:-1], *GPUS):
         result = _single_row_product(x, kernel, 1, None)
@@ -105,7 +107,7 @@ def _product_in_float32_backward(
     x, y = kept
     g = g.astype(x.dtype)
     of_x, of_y = map(tuple, dimension_numbers[0])
-    if is_single_cpu() and of_x == (x.ndim - 1,) and y.ndim == 2:
+    if is_one_cpu_device() and of_x == (x.ndim - 1,) and y.ndim == 2:
         to_x = (((g.ndim - 1,), (1 - of_y[0],)), ((), ()))
         x_gradient = jax.lax.dot_general(g, y, to_x, preferred_element_type=jnp.float32)
         rows = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
@@ -130,7 +132,7 @@ def transposed_product(x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.Arra
     product, and for some of those it has no program.
     """
     batch, rows = tuple(range(x.ndim - 2)), x.ndim - 2
-    if x.dtype != jnp.bfloat16 or not is_single_cpu():
+    if x.dtype != jnp.bfloat16 or not is_one_cpu_device():
         contracted = (((rows,), (rows,)), (batch, batch))
         return jax.lax.dot_general(x, y, contracted, preferred_element_type=dtype)
     if x.shape[-1] > y.shape[-1]:
@@ -151,12 +153,12 @@ def _has_few_rows(x: jax.Array) -> bool:
     return math.prod(x.shape[:-1]) <= _FEW_ROWS
 
 
-def is_one_cpu() -> bool:
+def has_all_rows_on_one_cpu() -> bool:
     """Whether all rows of a batch are on one CPU device; its weights may be split over `tensor`."""
     return batch_shards() == 1 and target_device().platform == "cpu"
 
 
-def is_single_cpu() -> bool:
+def is_one_cpu_device() -> bool:
     """Whether a program runs on one CPU device, so that its arrays can be given layouts: XLA's partitioner gathers such arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     return target_device().platform == "cpu" and (mesh.empty or mesh.size == 1)
@@ -198,7 +200,7 @@ def _flat_product(
         # that rate. Odd numbers of features, which no recipe has, stay slow.
         halves, kernels = x.reshape(2, 1, -1), kernel.reshape(2, size // 2, -1)
         result = jnp.sum(jnp.matmul(halves, kernels, preferred_element_type=jnp.float32), axis=0)
-    elif x.dtype == dtype and (dtype == jnp.float32 or not is_single_cpu()):
+    elif x.dtype == dtype and (dtype == jnp.float32 or not is_one_cpu_device()):
         result = _matrix_product(x, kernel)
     else:
         # XLA's CPU backend has products by AMX for float32 results only.

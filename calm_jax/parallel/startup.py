@@ -146,6 +146,10 @@ def wait_for_coordinator(coordinator: str, process_id: int, seconds: int) -> Non
         try:
             socket.create_connection((host, int(port)), timeout=min(5, seconds)).close()
             return
+        except UnicodeError as error:
+            raise UserError(
+                f"--coordinator={coordinator!r} must be HOST:PORT, and {host!r} is no name of a host"
+            ) from error
         except OSError as error:
             if time.monotonic() > ends:
                 raise UserError(

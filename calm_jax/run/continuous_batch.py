@@ -39,7 +39,8 @@ _CHUNKS_PER_READ = 64
 # Prompts and caches are padded to a power of two of chunks, so that similar lengths share a compiled program. A prompt is padded
 # to at least this many chunks, which cost time to read.
 _SHORTEST_READ = 8
-# A cache has room for a prompt of at least this many chunks; unused room costs no time.
+# A cache has room for a prompt of at least this many chunks, so that short prompts share a program. On CPUs unused room costs no
+# time, on GPUs and TPUs little.
 _SHORTEST_CACHED = 16
 
 

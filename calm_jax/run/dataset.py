@@ -28,9 +28,11 @@ from calm_jax.data.shards import PreparedText, prepared_blocks
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 
-# The frequency floor counts at most this many training n-grams, which takes about 1 GB of memory. Of a larger text, it
-# counts those of evenly spaced blocks or documents.
+# The frequency floor counts about this many training n-grams, which takes about 1 GB of memory. Of a larger text, it
+# counts those of evenly spaced blocks, or evenly spaced ones of evenly spaced documents.
 _FLOOR_NGRAMS = 2**23
+# So few documents are all read, and n-grams are left out within them.
+_FEW_DOCUMENTS = 1000
 
 
 def reads_train_files(config: Config, stages: Collection[str]) -> bool:
@@ -72,14 +74,14 @@ class _InMemory:
     """Documents and their token ids, without bos or eos. Either all documents have prompts, or none has (running text).
 
     Attributes:
-        documents: the documents.
+        documents, num_documents: the documents, and how many there are.
         encoded: token ids of each text.
         prompts: token ids of each prompt; empty arrays for running text.
         are_records: whether the documents have prompts.
     """
 
     def __init__(self, documents: list[Document], tokenizer: Tokenizer):
-        self.documents = documents
+        self.documents, self.num_documents = documents, len(documents)
         self.encoded = encode_documents([document.text for document in documents], tokenizer)
         prompts = [document.prompt for document in documents if document.prompt is not None]
         self.are_records = bool(prompts)
@@ -196,9 +198,9 @@ class Dataset:
         text, size = self.training("lm"), config.chunk_size
         train_BT = text.targets(_FLOOR_NGRAMS * size // text.block_tokens)
         window_P4 = brier.windows(np.arange(0, train_BT.shape[1] - ORDERS + 1, size))
-        train_N4 = train_BT[:, window_P4].reshape(-1, ORDERS)
-        train_N4 = train_N4[(train_N4 != MASKED).all(1)]
-        return self._floor(train_N4, self.validation("lm"), config.eval.published)
+        train_W4 = train_BT[:, window_P4].reshape(-1, ORDERS)
+        train_W4 = train_W4[(train_W4 != MASKED).all(1)]
+        return self._floor(train_W4, self.validation("lm"), config.eval.published)
 
     def equal_context_floor(self) -> brier.Score:
         """The frequency floor of the equal-context protocol. It is the same for every chunk size K."""
@@ -207,21 +209,24 @@ class Dataset:
     def training_ngrams(self) -> np.ndarray:
         """The n-grams of four tokens that start at every token of the training documents, [N, 4].
 
-        Of a large text, only evenly spaced documents are used.
+        Of a large text, evenly spaced documents are used, and evenly spaced n-grams of them.
         """
         num_tokens = sum(
             source.num_tokens if isinstance(source, PreparedText) else sum(map(len, source.encoded))
             for source in self._sources
         )
         stride = -(-num_tokens // _FLOOR_NGRAMS) or 1
-        train_N4 = [
-            np.lib.stride_tricks.sliding_window_view(document, ORDERS)
-            for source in self._sources
-            for document in self._whole_documents(source, stride)
-            if len(document) >= ORDERS
-        ]
-        # The empty array is for text without any document of four tokens.
-        return np.concatenate([np.empty((0, ORDERS), np.int32), *train_N4])
+        # The first is for text without any document of four tokens.
+        train_W4 = [np.empty((0, ORDERS), np.int32)]
+        for source in self._sources:
+            skip = min(stride, max(1, source.num_documents // _FEW_DOCUMENTS))
+            every = -(-stride // skip)
+            train_W4 += [
+                np.lib.stride_tricks.sliding_window_view(document, ORDERS)[::every]
+                for document in self._whole_documents(source, skip)
+                if len(document) >= ORDERS
+            ]
+        return np.concatenate(train_W4)
 
     def check_scored(self) -> None:
         """Raises `UserError` if the validation text has no n-gram to score. For text with prompts, it prints a line instead."""
@@ -257,10 +262,10 @@ class Dataset:
         ]
 
     def _floor(
-        self, train_N4: np.ndarray, validation: BlockSource, protocol: brier.Protocol
+        self, train_W4: np.ndarray, validation: BlockSource, protocol: brier.Protocol
     ) -> brier.Score:
         target_BP4, counted_BP4 = self._scored(validation, protocol)
-        return brier.frequency_floor(train_N4, np.maximum(target_BP4, 0), counted_BP4)
+        return brier.frequency_floor(train_W4, np.maximum(target_BP4, 0), counted_BP4)
 
     def _training_blocks(self, name: str, source: _InMemory | PreparedText) -> BlockSource:
         config, data = self._config, getattr(self._config, name).data

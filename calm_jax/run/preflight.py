@@ -113,6 +113,25 @@ def _find_sources(
     return initial, autoencoder
 
 
+def check_scored(config: Config, workdir: Workdir) -> None:
+    """Raises `UserError` if the config does not fit the workdir's models, or names no text to score converted weights on."""
+    workdir.check_config(config, training=False)
+    if workdir.is_converted and not (config.data.validation_files or config.data.train_files):
+        raise UserError(
+            "data.validation_files is empty: name text to score the converted weights on, with "
+            "--config.data.validation_files=GLOB"
+        )
+
+
+def read_scored(config: Config, workdir: Workdir) -> tuple[Dataset, Corpus]:
+    """The text on which a workdir's models are scored; prints a line if the run was trained on other text."""
+    corpus = read_corpus(config, ("lm",) if workdir.has_lm else ())
+    change = "" if workdir.is_converted else workdir.change_of_text(corpus)
+    if change:
+        print(f"data: this is not the text that the run was trained on. {change}")
+    return Dataset(config, corpus, workdir.tokenizer), corpus
+
+
 def _new_tokenizer(config: Config, corpus: Corpus, initial: Workdir | None) -> Tokenizer:
     """The tokenizer of a new run: that of the initial parameters, else that of the prepared text, else the config's."""
     if initial is not None:

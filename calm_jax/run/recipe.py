@@ -27,7 +27,7 @@ from calm_jax.parallel.mesh import adapted, make_mesh, make_training_mesh
 from calm_jax.planning import fitting
 from calm_jax.run import generator, preflight, report, web_report
 from calm_jax.run.continuation import as_line
-from calm_jax.run.dataset import Dataset, read_corpus
+from calm_jax.run.dataset import Dataset
 from calm_jax.run.run_files import as_float, is_complete
 from calm_jax.run.workdir import Workdir
 from calm_jax.sampling.config import SamplerConfig
@@ -338,12 +338,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
     """
 
     def check() -> tuple[Mesh, list[SamplerConfig]]:
-        workdir.check_config(config, training=False)
-        if workdir.is_converted and not (config.data.validation_files or config.data.train_files):
-            raise UserError(
-                "data.validation_files is empty: name text to score the converted weights on, with "
-                "--config.data.validation_files=GLOB"
-            )
+        preflight.check_scored(config, workdir)
         ways: list[SamplerConfig] = []
         if config.eval.temperatures:
             report.check_drawable()
@@ -358,11 +353,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
 
     def read() -> tuple[Dataset, Corpus]:
         check_attention(config)
-        corpus = read_corpus(config, ("lm",) if workdir.has_lm else ())
-        change = "" if workdir.is_converted else workdir.change_of_text(corpus)
-        if change:
-            print(f"data: this is not the text that the run was trained on. {change}")
-        return Dataset(config, corpus, workdir.tokenizer), corpus
+        return preflight.read_scored(config, workdir)
 
     preflight.check_command(config, workdir, "eval")
     mesh, ways = multihost.run_on_all(check)

@@ -47,7 +47,7 @@ from calm_jax.data.corpus import Corpus, Source
 from calm_jax.data.documents import Document
 from calm_jax.data.shards import PreparedText
 from calm_jax.data.tokenizers import Tokenizer, load_tokenizer
-from calm_jax.errors import UserError, reason_of
+from calm_jax.errors import UserError, reason_of, typed_reason_of
 from calm_jax.parallel import multihost
 from calm_jax.tasks import AutoencoderTask, LmTask, Params
 from calm_jax.training import checkpoint, checkpoint_files
@@ -232,7 +232,7 @@ class Workdir:
         if pairs:
             key, ours, stored = pairs[0]
             others = len(pairs) - 1
-            more = f" (and {others} more key{'s' * (others > 1)})" if others else ""
+            more = f" (and {counted(others, 'more key')})" if others else ""
             way_out = ", or --overwrite to delete the run in this folder" if training else ""
             raise UserError(
                 f"{self.path} was made with {key}={stored!r}, not {ours!r}{more}: give another --workdir, "
@@ -255,7 +255,7 @@ class Workdir:
                 if any(type(count) is not int for count in counts):
                     raise ValueError("a count is no whole number")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+            raise UserError(f"{path} cannot be read ({typed_reason_of(error)})") from error
         return stored
 
     def change_of_text(self, corpus: Corpus) -> str:

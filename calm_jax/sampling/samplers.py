@@ -58,7 +58,7 @@ def sample_token(log_probs_BV: Array, key_B: Array, temperature: float, top_p: f
     Args:
         log_probs_BV: log-probabilities of the next token.
         key_B: one key per row.
-        temperature: any positive number; below 1e-6 the most likely token is taken.
+        temperature: at least 0; below 1e-6 the most likely token is taken.
         top_p: draws only from the smallest set of most likely tokens whose probability, after the temperature, reaches
             this; 1 for all tokens.
 

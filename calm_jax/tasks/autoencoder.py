@@ -1,4 +1,7 @@
-"""Stage 1: the autoencoder's training loss and its reconstruction accuracy (paper, section 2)."""
+"""Stage 1: the autoencoder's training loss and its reconstruction accuracy (paper, section 2).
+
+R: positions of all chunks, flattened.
+"""
 
 import dataclasses
 from typing import Any
@@ -58,7 +61,7 @@ class AutoencoderTask:
 
     model: Autoencoder
     pad_id: int
-    random_chunks: float = 0.0
+    random_chunks: float
 
     @property
     def stacks(self) -> Stacks:

@@ -54,7 +54,7 @@ class CalmTask:
     model: CALM
     autoencoder: Autoencoder
     protocol: brier.Protocol
-    token_prior_weight: float = 0.0
+    token_prior_weight: float
 
     @property
     def chunk_size(self) -> int:

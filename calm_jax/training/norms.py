@@ -37,7 +37,8 @@ def last_update(config: OptimizerConfig, num_steps: int, params: Params, opt_sta
     """
     adam = optax.tree.get(opt_state, "ScaleByAdamState")
     count = jnp.maximum(adam.count, 1)
-    rate = make_schedule(config, num_steps)(count - 1)
+    # As long as all updates were skipped, the last one is zero, weight decay included.
+    rate = jnp.where(adam.count > 0, make_schedule(config, num_steps)(count - 1), 0)
     first, second = 1 - config.beta1**count, 1 - config.beta2**count
 
     def update(mu: Array, nu: Array, param: Array, is_decayed: bool) -> Array:

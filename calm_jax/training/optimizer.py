@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from calm_jax.errors import UserError, require_at_least, require_one_of
+from calm_jax.errors import UserError, require_at_least, require_one_of, require_within, shown
 
 SCHEDULES = ("constant", "cosine")
 # The smallest and the largest value of each key. Outside of them float32 overflows, or no training is stable.
@@ -44,13 +44,11 @@ class OptimizerConfig:
         require_one_of("optimizer.schedule", self.schedule, SCHEDULES)
         require_at_least(0, self, "optimizer.", "warmup_steps")
         for name, (least, most) in _LIMITS.items():
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise UserError(f"optimizer.{name}={value} must be from {least:g} to {most:g}")
+            require_within(least, most, self, "optimizer.", name)
         highest = max(self.learning_rate, self.final_learning_rate)
         if self.weight_decay * highest > 1:
             raise UserError(
-                f"optimizer.weight_decay={self.weight_decay} must be at most {1 / highest:g}, one divided by the highest learning rate"
+                f"optimizer.weight_decay={self.weight_decay} must be at most {shown(1 / highest)}, one divided by the highest learning rate"
             )
 
 

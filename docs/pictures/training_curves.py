@@ -22,6 +22,7 @@ VALUES = HERE / "training_curves.jsonl"
 KEPT = (
     "step",
     "brierlm",
+    "brier_1",
     "energy_loss",
     "energy_floor",
     "conditional_gap",
@@ -38,7 +39,7 @@ def collect(folders: list[str]) -> None:
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             if record["stage"] == "lm" and record["split"] == "validation_part":
-                values = {name: round(record[name], 3) for name in KEPT}
+                values = {name: round(record[name], 4) for name in KEPT}
                 lines.append(json.dumps({"run": folder.resolve().name} | values) + "\n")
     VALUES.write_text("".join(lines), encoding="utf-8")
 
@@ -55,10 +56,16 @@ def draw(path: pathlib.Path) -> None:
     for colour, (name, records) in zip(COLOURS, runs.items(), strict=False):
         steps = [record["step"] for record in records]
         # Of squared distances, the energy score has another size.
-        shown = ("brierlm",) if "beta=2" in name else ("brierlm", "energy_loss", "conditional_gap")
-        for place, metric in zip(places, shown, strict=False):
+        shown = () if "beta=2" in name else ("energy_loss", "conditional_gap")
+        for place, metric in zip(places[1:], shown, strict=False):
             values = [record[metric] for record in records]
             place.plot(steps, values, "o-", color=colour, markersize=3)
+        # Older runs did not keep Brier-1.
+        scores = [
+            100 * record["brier_1"] if "brier_1" in record else record["brierlm"]
+            for record in records
+        ]
+        places[0].plot(steps, scores, "o-", color=colour, markersize=3)
         for metric, style in (("draw_variance", "o-"), ("within_context_variance", "o--")):
             shares = [record[metric] / record["target_variance"] for record in records]
             places[3].plot(steps, shares, style, color=colour, markersize=3)
@@ -66,7 +73,12 @@ def draw(path: pathlib.Path) -> None:
     places[3].plot([], [], "-", color=MUTED, label="of all draws")
     places[3].plot([], [], "--", color=MUTED, label="within a context")
     places[3].axhline(1, color=MUTED, linewidth=0.8)
-    titles = ("brierlm", "energy_loss", "conditional_gap", "variance of draws / target_variance")
+    titles = (
+        "100 x brier_1 (first run), brierlm",
+        "energy_loss",
+        "conditional_gap",
+        "variance of draws / target_variance",
+    )
     for place, title in zip(places, titles, strict=True):
         place.set_title(title, fontsize=9)
         place.set_xlabel("step")

@@ -150,6 +150,9 @@ def test_flops_of_a_small_autoencoder_step_equal_xlas_count():
 
 def test_accelerators_are_found_by_jaxs_device_kind():
     assert accelerator("NVIDIA H100 80GB HBM3").flops == 989e12
+    # Cards of the same chip with other rates.
+    assert accelerator("NVIDIA H100 PCIe").flops == 756e12
+    assert accelerator("NVIDIA A100-SXM4-40GB").memory == 40e9
     assert accelerator("TPU v5 lite").flops == 197e12
     assert accelerator("TPU v5p").flops == accelerator("TPU v5").flops == 459e12
     assert accelerator("cpu") is None

@@ -21,6 +21,7 @@ from calm_jax.rng import stream
 from calm_jax.run.dataset import Dataset, read_corpus
 from calm_jax.run.generator import Generator
 from calm_jax.run.references import references, samples_of
+from calm_jax.run.workdir import describe
 from calm_jax.tasks.language_model import predicted_keys
 from tests import tiny_model, tiny_recipe
 from tests.workdirs import run
@@ -188,12 +189,29 @@ def test_the_command_refuses_before_it_samples_and_scores_texts_beside_texts(tmp
     config = resolve(tiny_recipe.get_config(f"{tmp_path}/*.txt"))
     dataclasses.replace(tiny, config=config).save(workdir)
     dataclasses.replace(tiny, config=config, tokenizer=ByteTokenizer(b"x")).save(other)
+    for folder in (workdir, other):
+        (folder / "corpus.json").write_text(json.dumps(describe(read_corpus(config, ("lm",)))))
     given, score = tmp_path / "r.jsonl", "calm_jax.brierlm"
     floor = f"--config=configs/workdir.py:{workdir}"
     run(score, floor, f"--write_references={given}", "--positions=3")
     line = run(score, floor, f"--write_references={given}", status=2)
     assert "already exists: give another name, or --overwrite" in line
     run(score, floor, f"--write_references={given}", "--positions=3", "--overwrite")
+    # The checks of --mode=eval.
+    line = run(
+        score,
+        floor,
+        f"--write_references={given}",
+        "--overwrite",
+        "--config.chunk_size=2",
+        status=2,
+    )
+    assert "was made with chunk_size=4, not 2" in line
+    again = ("--overwrite", "--positions=3")
+    assert "not the text that the run was trained on" in run(
+        score, floor, f"--write_references={given}", *again, "--config.data.holdout_every=2"
+    )
+    run(score, floor, f"--write_references={given}", *again)
     line = run(score, floor, f"--write_references={given}", "--overwrite", "--seed=1", status=2)
     assert "--seed has no meaning with --write_references: leave it out" in line
 
@@ -244,6 +262,7 @@ GOOD = {"id": 1, "tokens": [1, 2, 3, 4]}
         (r'{"id": 2, "text": "\ud800"}', "'text' is not a string"),
         ('{"id": 2, "tokens": [1, -1]}', "'tokens' is not a list of token ids"),
         ('{"id": 2, "tokens": [true]}', "'tokens' is not a list of token ids"),
+        ('{"id": 2, "text": "x", "block": null}', "'block' is not a string or a whole number"),
         ('{"id": "1", "tokens": [1]}', "'1' appears twice in this file"),
     ],
 )

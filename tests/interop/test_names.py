@@ -18,7 +18,7 @@ def model_and_rows(folder):
     kind = published.PublishedConfig(folder).architecture
     if kind == published.AUTOENCODER:
         autoencoder = models.PublishedAutoencoder(folder)
-        task = AutoencoderTask(autoencoder.model, 0)
+        task = AutoencoderTask(autoencoder.model, 0, random_chunks=0.0)
         params, rows = autoencoder.variables["params"], autoencoder.rows
     else:
         lm = (models.PublishedLlama if kind == published.AUTOREGRESSIVE else models.PublishedCalm)(

@@ -65,7 +65,12 @@ ROWS, CHUNKS = 3, 5
 def calm_task(name):
     config = autoencoder_config(latent_size=Z, hidden_size=16, intermediate_size=16)
     model = CALM(BODY, build_head(name, Z), None, V, PAD, jnp.float32)
-    return CalmTask(model, Autoencoder(config, V, K, jnp.float32), Protocol(num_samples=2))
+    return CalmTask(
+        model,
+        Autoencoder(config, V, K, jnp.float32),
+        Protocol(num_samples=2),
+        token_prior_weight=0.0,
+    )
 
 
 def random_autoencoder(model):

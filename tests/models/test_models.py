@@ -55,14 +55,16 @@ AUTOENCODER = autoencoder_config(latent_size=Z)
 
 
 def autoencoder_task(dtype=jnp.float32):
-    return AutoencoderTask(Autoencoder(AUTOENCODER, V, K, dtype), PAD)
+    return AutoencoderTask(Autoencoder(AUTOENCODER, V, K, dtype), PAD, random_chunks=0.0)
 
 
 def calm_task(dtype=jnp.float32, **body):
     config = dataclasses.replace(BODY, **body)
     head = EnergyHead(HEAD, D, Z, EPSILON, dtype)
     model = CALM(config, head, None, V, PAD, dtype)
-    return CalmTask(model, autoencoder_task().model, Protocol(num_samples=2))
+    return CalmTask(
+        model, autoencoder_task().model, Protocol(num_samples=2), token_prior_weight=0.0
+    )
 
 
 def random_params(task, seed=0):

@@ -194,7 +194,6 @@ def test_fit_skips_sizes_whose_memory_the_arguments_exceed_and_ends_with_the_fir
     assert notes[-1] == "v5e:4x8: fits"
 
 
-@pytest.mark.usefixtures("fake_hardware")
 def test_a_fault_of_the_recipe_is_not_tried_on_every_size(tmp_path):
     tree, notes = calm_m.get_config(), []
     tree.tokenizer.path = f"{tmp_path}/missing"
@@ -205,6 +204,7 @@ def test_a_fault_of_the_recipe_is_not_tried_on_every_size(tmp_path):
     assert not notes
 
 
+@pytest.mark.usefixtures("fake_hardware")
 def test_fit_skips_sizes_that_do_not_divide_the_batch():
     config = given(resolve(calm_m.get_config()))
     training = dataclasses.replace(config.lm.training, batch_size=8)

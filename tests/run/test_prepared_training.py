@@ -77,6 +77,23 @@ def test_prepared_text_gives_the_same_batches_as_its_files(texts, folders, stage
     np.testing.assert_array_equal(*(token[token != MASKED] for token in tokens))
 
 
+@pytest.mark.parametrize("order", ["short first", "long first"])
+def test_the_floor_of_large_text_counts_n_grams_of_all_its_parts(order, tmp_path, monkeypatch):
+    """Of few documents, of which one is far longer: no more n-grams than the limit, and mostly those of the long one."""
+    monkeypatch.setattr("calm_jax.run.dataset._FLOOR_NGRAMS", 1000)
+    texts = ["a" * 40, "b" * 20_000]
+    for name, text in zip("12", texts if order == "short first" else texts[::-1], strict=True):
+        (tmp_path / f"{name}.txt").write_text(text)
+    files = f"{tmp_path}/*.txt"
+    tree = tiny_recipe.get_config(files)
+    tree.data.validation_files = files
+    config = resolve(tree)
+    dataset = Dataset(config, read_corpus(config, ("lm",)), ByteTokenizer(b""))
+    found_N4 = dataset.training_ngrams()
+    assert 900 <= len(found_N4) <= 1010
+    assert (found_N4 == ord("b")).all(1).mean() > 0.95 and (found_N4 == ord("a")).any()
+
+
 @pytest.mark.parametrize("floor", ["floor", "equal_context_floor"])
 def test_prepared_text_has_the_same_frequency_floor_as_its_files(texts, folders, floor):
     raw, shards = (

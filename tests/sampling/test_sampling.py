@@ -125,7 +125,9 @@ def random_variables(model, seed=0):
 
 def bound(variables, model):
     """The autoencoder as samplers see it, without a language model."""
-    return CalmTask(None, model, Protocol(num_samples=2)).bind({}, variables)
+    return CalmTask(None, model, Protocol(num_samples=2), token_prior_weight=0.0).bind(
+        {}, variables
+    )
 
 
 # The most logits at once: for 63 tokens (21 chunks of 3) blocks of 1, 2, 5 and 10 (11 is not a multiple), 11 and all.

@@ -184,3 +184,11 @@ def test_logged_norms_are_those_of_the_parameters_and_of_the_last_change(warmup_
                     norms.pop(f"{name}/{layer}"), optax.tree.norm(own), rtol=2e-3
                 )
         assert not norms
+
+
+def test_an_update_that_was_not_made_has_no_norm():
+    """After skipped updates alone, also where weights decay."""
+    config, params = optimizer_config(), tiny_tree()
+    state = optimizer.make_optimizer(config, 24).init(params)
+    norms = by_layer(make_norms(config, 24, ())(params, state))
+    assert norms["update_norm/up"] == 0 and norms["parameter_norm/up"] > 2

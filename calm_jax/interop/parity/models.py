@@ -40,7 +40,7 @@ class PublishedAutoencoder:
         self.model = Autoencoder(
             config.autoencoder(), config["vocab_size"], config["patch_size"], jnp.float32
         )
-        task = AutoencoderTask(self.model, config["pad_token_id"])
+        task = AutoencoderTask(self.model, config["pad_token_id"], random_chunks=0.0)
         self.variables = {"params": _read(self.rows, folder, task)}
 
     def apply(self, params: Params, *arguments: Any, method: str) -> Any:
@@ -113,7 +113,7 @@ class PublishedCalm(_PublishedLm):
         model = CALM(body, head, None, vocab_size, pad_id, jnp.float32)
         # The published code leaves out the last valid start of an n-gram.
         protocol = brier.Protocol(num_samples=2, skip_last_start=True)
-        self.task = CalmTask(model, autoencoder.model, protocol)
+        self.task = CalmTask(model, autoencoder.model, protocol, token_prior_weight=0.0)
         self.rows = names.calm_rows(body, head_config)
         self.eos_id = config["eos_token_id"]
         self.params, self.frozen = _read(self.rows, folder, self.task), autoencoder.variables
