@@ -23,6 +23,7 @@ JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
 OPTIONAL = {"dask", "distributed", "fsspec", "pyarrow", "zstandard"}
 COMMANDS = (
     *("calm_jax.main", "calm_jax.generate", "calm_jax.plan", "calm_jax.report", "calm_jax.lm_eval"),
+    "calm_jax.brierlm",
     *("calm_jax.interop.convert", "calm_jax.interop.export", "calm_jax.interop.verify"),
     "calm_jax.serve.__main__",
 )
