@@ -37,6 +37,26 @@ class _RoundedLinear(nn.DenseGeneral):
         return super().__call__(inputs).astype(self.dtype)
 
 
+def _summed_in_float32(
+    layer: type[nn.DenseGeneral],
+    features: int | tuple[int, ...],
+    dtype: DTypeLike,
+    name: str | None,
+    axis: int | tuple[int, ...],
+    kernel_init: nn.initializers.Initializer,
+) -> nn.DenseGeneral:
+    """A linear layer with operands in `dtype`, whose products and bias are added in float32."""
+    return layer(
+        features,
+        axis=axis,
+        dtype=dtype,
+        promote_dtype=_operands_in_dtype,
+        kernel_init=kernel_init,
+        dot_general=functools.partial(product, in_float32=True),
+        name=name,
+    )
+
+
 def linear(
     features: int | tuple[int, ...],
     dtype: DTypeLike,
@@ -47,15 +67,7 @@ def linear(
 ) -> nn.DenseGeneral:
     """A linear layer that contracts `axis`; it computes in `dtype` and has float32 parameters."""
     if use_bias and jnp.dtype(dtype) == jnp.bfloat16 and is_one_cpu_device():
-        return _RoundedLinear(
-            features,
-            axis=axis,
-            dtype=dtype,
-            promote_dtype=_operands_in_dtype,
-            kernel_init=kernel_init,
-            dot_general=functools.partial(product, in_float32=True),
-            name=name,
-        )
+        return _summed_in_float32(_RoundedLinear, features, dtype, name, axis, kernel_init)
     return nn.DenseGeneral(
         features,
         axis=axis,
@@ -89,14 +101,7 @@ def linear_in_float32(
     kernel_init: nn.initializers.Initializer = normal_init,
 ) -> nn.DenseGeneral:
     """A linear layer with operands in `dtype` and a float32 result: the last layer of a network whose output is float32."""
-    return nn.DenseGeneral(
-        features,
-        dtype=dtype,
-        promote_dtype=_operands_in_dtype,
-        kernel_init=kernel_init,
-        dot_general=functools.partial(product, in_float32=True),
-        name=name,
-    )
+    return _summed_in_float32(nn.DenseGeneral, features, dtype, name, -1, kernel_init)
 
 
 def look_up(embed: nn.Embed, tokens: Array) -> Array:
