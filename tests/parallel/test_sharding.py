@@ -143,3 +143,35 @@ for sizes in ((8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4)):
 def test_the_loss_in_blocks_of_the_vocabulary_is_the_same_on_every_mesh():
     """Loss and gradients on eight devices equal those on one, with any axes."""
     run_program(8, BLOCKS)
+
+
+BFLOAT16 = """
+import dataclasses, json, sys
+import jax
+from benchmarks.suites.train import fresh
+from calm_jax.config import resolve
+from calm_jax.data.tokenizers import Vocabulary
+from calm_jax.parallel.mesh import MeshConfig
+from tests.tiny_recipe import get_config
+
+tree, losses = get_config("*.txt,head=energy"), {}
+tree.compute_dtype = "bfloat16"
+config = dataclasses.replace(resolve(tree), mesh=MeshConfig(*json.loads(sys.argv[1])))
+for stage in ("autoencoder", "lm"):
+    trained = fresh(config, stage, Vocabulary(259, 258))
+    for _ in range(3):
+        trained.advance()
+    total, weight = trained.state.metrics["loss"]
+    losses[stage] = float(total / weight)
+print(json.dumps(losses))
+"""
+
+
+@pytest.mark.slow
+def test_bfloat16_trains_alike_on_one_cpu_device_and_on_four():
+    """Products have other forms there: those of one device by AMX, those of several as XLA's partitioner allows."""
+    alone, split = (
+        json.loads(run_program(number, BFLOAT16, json.dumps(sizes)).stdout)
+        for number, sizes in ((1, (1, 1, 1)), (4, (1, 2, 2)))
+    )
+    assert split == pytest.approx(alone, rel=1e-2)
