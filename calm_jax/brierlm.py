@@ -76,6 +76,8 @@ def _folder() -> pathlib.Path:
 
 def _check_flags() -> None:
     """Raises `UserError` for flags that are missing or contradict each other."""
+    if _CONFIG.value is not None:
+        _folder()
     if _WRITE.value:
         if _CONFIG.value is None:
             raise UserError("--write_references needs a run: --config=configs/workdir.py:DIR")

@@ -63,7 +63,7 @@ _OPTIONS = (
         "num_candidates",
         None,
         "draws per chunk of the samplers batch and published; pooled (1/T not a whole number) and rejection reserve up to so "
-        "many of max_draws",
+        "many of max_draws, at most half",
     ),
     flags.DEFINE_integer(
         "max_draws",

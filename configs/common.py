@@ -56,8 +56,9 @@ def get_config() -> ConfigDict:
     config.data.max_words = 0
     # Whether to keep only the first of documents with equal text.
     config.data.deduplicate = False
-    # Without validation_files, one document in this many is held out for validation, chosen by a hash of its file name and
-    # line number. If there is only one document, its last characters are held out: one in this many.
+    # Without validation_files, one document in this many is held out for validation, chosen by a hash of its file's
+    # name (with its folders, where other files have the same name) and line number. Pieces of a text stay together. If there is only one
+    # document, its last characters are held out: one in this many.
     config.data.holdout_every = 20
     # What to do with a malformed record: "raise" ends the run with its file and line; "skip" leaves it out and reports how
     # many there were.

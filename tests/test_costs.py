@@ -76,10 +76,10 @@ def test_a_decoded_chunk_is_timed():
 def test_a_step_has_records_of_all_its_parts():
     tree = tiny_recipe.get_config("nothing,token_predictor")
     records = costs.cases(dataclasses.replace(BENCH_OPTIONS, tree=tree))["costs:calm"]()
-    assert records[0]["case"] == "calm" and records[0]["flops"] > 0
+    assert records[0]["case"] == "costs:calm" and records[0]["flops"] > 0
     parts = {one["case"]: one for one in records[1:]}
     assert sum(one["of_step"] for one in parts.values()) == pytest.approx(1)
-    assert parts["calm: token predictor"]["share"] > 0
+    assert parts["costs:calm: token predictor"]["share"] > 0
 
 
 HLO = """

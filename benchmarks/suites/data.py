@@ -27,23 +27,23 @@ def _measure(options: Options) -> list[Record]:
     training = config.lm.training
 
     def read() -> None:
-        corpora.append(load_corpus(config.data, with_autoencoder=False))
+        corpora[:] = [load_corpus(config.data, with_autoencoder=False)]
 
     def find_tokenizer() -> None:
         prepared = corpora[-1].prepared
         texts = (document.text for document in corpora[-1].train)
         found = prepared[0].tokenizer if prepared else make_tokenizer(config.tokenizer, texts)
-        tokenizers.append(found)
+        tokenizers[:] = [found]
 
     def pack() -> None:
         dataset = Dataset(config, corpora[-1], tokenizers[-1])
-        packed.append(dataset.training("lm"))
+        packed[:] = [dataset.training("lm")]
 
     def take() -> None:
         for _ in range(_BATCHES):
             next(batches)
 
-    # Each step keeps what it makes for the next one.
+    # Each step keeps the last that it made for the next one.
     corpora: list[Corpus] = []
     tokenizers: list[Tokenizer] = []
     packed: list[TrainingText] = []
@@ -51,7 +51,7 @@ def _measure(options: Options) -> list[Record]:
     reading = timed(read, options.repeats, options.seconds)
     finding = timed(find_tokenizer, 1)
     packing = timed(pack, options.repeats, options.seconds)
-    size, [*_, text] = training.batch_size, packed
+    size, [text] = training.batch_size, packed
     batches = training_batches(
         text.rows(config.seed), size, 0, range(size), config.data.read_threads
     )

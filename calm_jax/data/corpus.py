@@ -273,7 +273,7 @@ class _Reader:
             raise UserError(_no_folder(folder, key))
         if os.path.isfile(folder):
             raise UserError(
-                f"{key}: {folder} is a file of unknown format: its name must end with .txt, .jsonl, .json or .parquet"
+                f"{key}: {folder} is a file of unknown format: its name must end with .txt, .jsonl, .json or .parquet, or with one of these and the suffix of a compression, as .jsonl.zst"
             )
         if self._config.prompt_field and not self._config.mixture:
             raise UserError(
@@ -317,16 +317,15 @@ def is_held_out(name: str, every: int) -> bool:
 def _split(documents: list[Document], every: int) -> tuple[list[Document], list[Document]]:
     """Splits two documents or more into training and validation ones; each split gets at least one.
 
-    The pieces of a text stay together, unless there is no other text: then one piece is held out, or trained on.
+    The pieces of a text stay together. Of a single text the first piece is held out.
     """
     names = [document.name for document in documents]
     held_out = [is_held_out(name, every) for name in names]
-    if len(set(held_out)) == 1:
+    if len(set(names)) == 1:
+        held_out = [place == 0 for place in range(len(names))]
+    elif len(set(held_out)) == 1:
         odd = min(set(names), key=_hash)
-        moved = [name == odd for name in names]
-        if all(moved):
-            moved[1:] = [False] * (len(moved) - 1)
-        held_out = [out != move for out, move in zip(held_out, moved, strict=True)]
+        held_out = [out != (name == odd) for out, name in zip(held_out, names, strict=True)]
     train = [document for document, out in zip(documents, held_out, strict=True) if not out]
     return train, [document for document, out in zip(documents, held_out, strict=True) if out]
 

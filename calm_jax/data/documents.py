@@ -11,9 +11,10 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from calm_jax.cli.files import is_unicode
@@ -209,30 +210,32 @@ def _read_parquet(file: str, name: str, reading: Reading, start: Place) -> Itera
             raise BadRecord("damaged file", reason) from error
 
 
-def _name_of(file: str, depth: int) -> str:
-    """The last `depth` parts of a file's path, without the suffix of a compression."""
-    name = "/".join(pathlib.PurePosixPath(file).parts[-depth:])
+def _without_compression(name: str) -> str:
     for suffix in COMPRESSIONS:
         name = name.removesuffix(suffix)
     return name
 
 
-def names_of(files: Iterable[str]) -> dict[str, str]:
+def names_of(files: Sequence[str]) -> dict[str, str]:
     """Maps each file to the name of its documents, which decides whether they are held out.
 
-    The name is the file's own, or where other files have the same one, its path from the first folder that tells it from them.
-    It does not depend on the compression of the file.
+    The name is the file's own; where several files have the same one, it is the path from the folder that they have in common.
+    It does not depend on the compression of the file, nor on the current folder.
     """
-    names = {file: _name_of(file, 1) for file in files}
-    counts = collections.Counter(names.values())
-    same = [file for file in names if counts[names[file]] > 1]
-    deepest = max((len(pathlib.PurePosixPath(file).parts) for file in same), default=0)
-    for depth in range(2, deepest + 1):
-        longer = {file: _name_of(file, depth) for file in same}
-        counts = collections.Counter(longer.values())
-        names |= {file: name for file, name in longer.items() if counts[name] == 1}
-        same = [file for file, name in longer.items() if counts[name] > 1]
-    return names
+    alike: dict[str, list[str]] = {}
+    for file in files:
+        name = _without_compression(pathlib.PurePosixPath(file).name)
+        alike.setdefault(name, []).append(file)
+    names = {}
+    for name, some in alike.items():
+        if len(some) == 1:
+            names[some[0]] = name
+            continue
+        paths = ["/" + file if "://" in file else os.path.abspath(file) for file in some]
+        common = os.path.commonpath([os.path.dirname(path) for path in paths])
+        for file, path in zip(some, paths, strict=True):
+            names[file] = _without_compression(os.path.relpath(path, common))
+    return {file: names[file] for file in files}
 
 
 def _read_items(file: str, name: str, reading: Reading, start: Place) -> Iterator[_Item]:
@@ -335,7 +338,7 @@ def _unit(file: str) -> str:
 
 
 def read_documents(
-    files: Iterable[str], key: str, reading: Reading, skipped: collections.Counter
+    files: Sequence[str], key: str, reading: Reading, skipped: collections.Counter
 ) -> Iterator[Document]:
     """The documents of several files, in order; for the arguments see `read_file`."""
     for file, name in names_of(files).items():

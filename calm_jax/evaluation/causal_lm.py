@@ -26,9 +26,13 @@ class CausalLM:
     """
 
     def __init__(self, name: str, seed: int):
-        import torch
-        import transformers
-
+        try:
+            import torch
+            import transformers
+        except ImportError as error:
+            raise UserError(
+                f"--model=hf:{name} needs {error.name or reason_of(error)}, which cannot be imported: {installation('hf')}"
+            ) from error
         transformers.utils.logging.disable_progress_bar()
         try:
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
@@ -40,7 +44,7 @@ class CausalLM:
         except (OSError, ValueError) as error:
             raise UserError(f"--model=hf:{name} cannot be loaded ({reason_of(error)})") from error
         self._model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-        torch.manual_seed(seed)
+        self._seed = seed
 
     def sample(
         self, contexts: Sequence[str], num_samples: int, done: Callable[[int], None]
@@ -57,6 +61,7 @@ class CausalLM:
         import torch
         import transformers
 
+        torch.manual_seed(self._seed)
         config = self._model.config
         longest = getattr(config, "max_position_embeddings", 2**31) - _NEW_TOKENS
         ends = [id for id in (config.bos_token_id, config.eos_token_id) if isinstance(id, int)]

@@ -1,4 +1,5 @@
-"""The devices: peak rates of accelerators, memory and its use, cores, and the device that a program is compiled for, by JAX's names for them."""
+"""The devices, by JAX's names for them: peak rates of accelerators, memory and its use, cores, and the device that a program is
+compiled for."""
 
 import contextlib
 import dataclasses

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -28,10 +28,10 @@ from calm_jax.data.shards import PreparedText, prepared_blocks
 from calm_jax.data.tokenizers import Tokenizer
 from calm_jax.errors import UserError
 
-# The frequency floor counts about this many training n-grams, which takes about 1 GB of memory. Of a larger text, it
+# The frequency floor counts at most about this many training n-grams, which takes about 1 GB of memory. Of a larger text, it
 # counts those of evenly spaced blocks, or evenly spaced ones of evenly spaced documents.
 _FLOOR_NGRAMS = 2**23
-# So few documents are all read, and n-grams are left out within them.
+# At least this many documents are read, where there are so many; further n-grams are left out within them.
 _FEW_DOCUMENTS = 1000
 
 
@@ -163,7 +163,7 @@ class Dataset:
         """
         config = self._config
         protocol = config.eval
-        documents = self._whole_documents(self._validation, stride=1)
+        documents = list(self._whole_documents(self._validation, stride=1))
         blocks = document_windows(
             documents,
             self._tokenizer.pad_id,
@@ -222,7 +222,7 @@ class Dataset:
             skip = min(stride, max(1, source.num_documents // _FEW_DOCUMENTS))
             every = -(-stride // skip)
             train_W4 += [
-                np.lib.stride_tricks.sliding_window_view(document, ORDERS)[::every]
+                np.array(np.lib.stride_tricks.sliding_window_view(document, ORDERS)[::every])
                 for document in self._whole_documents(source, skip)
                 if len(document) >= ORDERS
             ]
@@ -250,16 +250,18 @@ class Dataset:
         counted_BP4 = brier.counted(target_BT, starts_P, self._tokenizer.pad_id)
         return target_BT[:, brier.windows(starts_P)], counted_BP4
 
-    def _whole_documents(self, source: _InMemory | PreparedText, stride: int) -> list[np.ndarray]:
-        """The tokens of every `stride`-th document, with bos, and with eos if `lm.data.append_eos`."""
+    def _whole_documents(
+        self, source: _InMemory | PreparedText, stride: int
+    ) -> Iterator[np.ndarray]:
+        """Yields the tokens of every `stride`-th document, with bos, and with eos if `lm.data.append_eos`."""
         tokenizer = self._tokenizer
         if isinstance(source, PreparedText):
-            return [tokens[tokens != tokenizer.pad_id] for tokens in source.documents(stride)]
+            for tokens in source.documents(stride):
+                yield tokens[tokens != tokenizer.pad_id]
+            return
         eos = [tokenizer.eos_id] * self._config.lm.data.append_eos
-        return [
-            np.concatenate([[tokenizer.bos_id], prompt, ids, eos]).astype(np.int32)
-            for prompt, ids in zip(source.prompts[::stride], source.encoded[::stride], strict=True)
-        ]
+        for prompt, ids in zip(source.prompts[::stride], source.encoded[::stride], strict=True):
+            yield np.concatenate([[tokenizer.bos_id], prompt, ids, eos]).astype(np.int32)
 
     def _floor(
         self, train_W4: np.ndarray, validation: BlockSource, protocol: brier.Protocol

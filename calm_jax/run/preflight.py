@@ -6,7 +6,7 @@ A run may take over parts of other workdirs: initial parameters (`init_from`), o
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -123,9 +123,14 @@ def check_scored(config: Config, workdir: Workdir) -> None:
         )
 
 
-def read_scored(config: Config, workdir: Workdir) -> tuple[Dataset, Corpus]:
-    """The text on which a workdir's models are scored; prints a line if the run was trained on other text."""
-    corpus = read_corpus(config, ("lm",) if workdir.has_lm else ())
+def read_scored(
+    config: Config, workdir: Workdir, stages: Collection[str]
+) -> tuple[Dataset, Corpus]:
+    """The text on which a workdir's models are scored; prints a line if the run was trained on other text.
+
+    stages: as of `read_corpus`.
+    """
+    corpus = read_corpus(config, stages)
     change = "" if workdir.is_converted else workdir.change_of_text(corpus)
     if change:
         print(f"data: this is not the text that the run was trained on. {change}")

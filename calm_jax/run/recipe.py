@@ -353,7 +353,7 @@ def run_evaluation(config: Config, workdir: Workdir) -> dict[str, Mapping]:
 
     def read() -> tuple[Dataset, Corpus]:
         check_attention(config)
-        return preflight.read_scored(config, workdir)
+        return preflight.read_scored(config, workdir, ("lm",) if workdir.has_lm else ())
 
     preflight.check_command(config, workdir, "eval")
     mesh, ways = multihost.run_on_all(check)

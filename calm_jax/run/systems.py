@@ -50,7 +50,7 @@ class ScoredRun:
 
     def text(self) -> Dataset:
         """The run's text, read and tokenised."""
-        return preflight.read_scored(self.config, self.workdir)[0]
+        return preflight.read_scored(self.config, self.workdir, ("lm",))[0]
 
 
 def write_references(run: ScoredRun, most: int, path: pathlib.Path) -> None:
@@ -87,7 +87,8 @@ def score(
         output: where the samples of the one model are written; None: nowhere.
 
     Raises:
-        UserError: for bad files, models or tokenizers, before anything is sampled.
+        UserError: for bad files, flags, tokenizers and Hugging Face models, before anything is sampled; for a workdir whose checkpoint is
+            damaged, when its turn comes.
     """
     references = read_references(references_file)
     places = list(references.values())
@@ -111,8 +112,11 @@ def score(
     floor = {}
     if run is not None and (text := run.text()).has_train:
         floor["frequencies (the floor)"] = scorer.floor(text.training_ngrams(), bool(texts))
+    loaded = {
+        name: CausalLM(name.removeprefix("hf:"), seed) for name in models if name.startswith("hf:")
+    }
     for name in models:
-        drawn[name] = _draw(name, places, bool(texts), num_samples, seed)
+        drawn[name] = _draw(name, loaded.get(name), places, bool(texts), num_samples, seed)
         if output is not None:
             lines = [
                 json.dumps({"id": id, "samples": several}) + "\n"
@@ -159,14 +163,18 @@ def _gives_text(name: str, references: Sequence[Reference]) -> bool:
 
 
 def _draw(
-    name: str, references: Sequence[Reference], as_text: bool, num_samples: int, seed: int
+    name: str,
+    loaded: CausalLM | None,
+    references: Sequence[Reference],
+    as_text: bool,
+    num_samples: int,
+    seed: int,
 ) -> dict[str, list[Sample]]:
-    """Samples of a model at every reference."""
+    """Samples of a model at every reference: of `loaded`, or else of the workdir `name`."""
     with progress.Countdown(f"{name}: sampling", len(references), "positions") as countdown:
-        if name.startswith("hf:"):
-            model = CausalLM(name.removeprefix("hf:"), seed)
+        if loaded is not None:
             contexts = [reference.context for reference in references]
-            texts = model.sample(contexts, num_samples, countdown.done)
+            texts = loaded.sample(contexts, num_samples, countdown.done)
             drawn: list[list[Sample]] = [list(several) for several in texts]
         else:
             drawn = samples_of(

@@ -233,10 +233,14 @@ class Workdir:
             key, ours, stored = pairs[0]
             others = len(pairs) - 1
             more = f" (and {counted(others, 'more key')})" if others else ""
-            way_out = ", or --overwrite to delete the run in this folder" if training else ""
+            stored_config = f"--config=configs/workdir.py:{self.path} for the stored config"
+            way_out = (
+                f"give another --workdir, or {stored_config}, or --overwrite to delete the run in this folder"
+                if training
+                else f"give {stored_config}, without --config.{key}"
+            )
             raise UserError(
-                f"{self.path} was made with {key}={stored!r}, not {ours!r}{more}: give another --workdir, "
-                f"or --config=configs/workdir.py:{self.path} for the stored config{way_out}"
+                f"{self.path} was made with {key}={stored!r}, not {ours!r}{more}: {way_out}"
             )
 
     def check_corpus(self, corpus: Corpus) -> None:

@@ -18,8 +18,8 @@ from calm_jax.parallel.devices import target_device
 
 # The largest array of logits that decoding holds at once, in elements: 256 MiB in float32.
 _MAX_LOGITS = 2**26
-# On a CPU 32 MiB, with which decoding is as fast as with larger arrays. A process grows by several times as much, because XLA allocates the arrays of the next
-# batch before it frees those of the last.
+# On a CPU 32 MiB, with which decoding is as fast as with larger arrays. A process grows by several times as much, because XLA
+# allocates the arrays of the next batch before it frees those of the last.
 _MAX_LOGITS_ON_CPU = 2**23
 
 

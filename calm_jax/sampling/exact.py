@@ -41,9 +41,9 @@ def pool_sizes(max_draws: int, n: int) -> tuple[int, ...]:
     """The sizes of successive pools for the exponent n: 16, 64, 256, 1024, with a sum of at most `max_draws`.
 
     For n > 8 the first has 2n - 1 draws, with which a model that is certain always emits (`temperature.emission_probabilities`),
-    and the others are larger in proportion. If only the first pool fits, the draws that are left
-    over make a second one; otherwise they enlarge the last pool, unless it has 1024 or more. If `max_draws` is too small for two pools as large as the first, there is one pool of
-    all draws. No pool has more than `MOST_COMPARED` draws, which are compared in pairs.
+    and the others are larger in proportion. If only the first pool fits, the draws that are left over make a second one.
+    Otherwise they enlarge the last pool, unless it has 1024 or more. If `max_draws` is too small for two pools as large as
+    the first, there is one pool of all draws. No pool has more than `MOST_COMPARED` draws, which are compared in pairs.
     """
     first = min(max(FIRST_POOL, 2 * n - 1), MOST_COMPARED)
     if max_draws < 2 * first:

@@ -251,7 +251,7 @@ def test_each_split_gets_a_document_even_if_the_hash_gives_it_none(tmp_path, hel
     assert load_corpus(data_config(tmp_path / "*.txt")) == corpus
 
 
-def test_files_of_one_name_are_split_by_their_paths(tmp_path):
+def test_files_of_one_name_are_split_by_their_paths(tmp_path, monkeypatch):
     """Not all together, as their name alone would have it. A name that only one file has stays as it is."""
     for number in range(40):
         (tmp_path / f"book{number}" / "text").mkdir(parents=True)
@@ -259,6 +259,8 @@ def test_files_of_one_name_are_split_by_their_paths(tmp_path):
     (tmp_path / "alone.txt").write_text("x")
     corpus = load_corpus(data_config(f"{tmp_path}/*/text/*.txt,{tmp_path}/alone.txt"))
     names = {one.name for one in corpus.train + corpus.validation}
+    monkeypatch.chdir(tmp_path)
+    assert load_corpus(data_config("*/text/*.txt,alone.txt")) == corpus
     assert names == {f"book{number}/text/chapter.txt" for number in range(40)} | {"alone.txt"}
     assert 10 <= len(corpus.validation) <= 31  # of 41, about a half
 
@@ -271,8 +273,11 @@ def test_the_pieces_of_a_text_stay_together(tmp_path):
     corpus = load_corpus(data_config(tmp_path / "*.txt", max_words=2))
     assert [len({one.name for one in part}) for part in (corpus.train, corpus.validation)] == [1, 1]
     assert len(corpus.train) == len(corpus.validation) == 2
-    alone = load_corpus(data_config(tmp_path / f"{same[0]}.txt", max_words=2))
-    assert len(alone.train) == len(alone.validation) == 1
+    for held_out in (False, True):
+        name = next(f"{n}.txt" for n in range(50) if is_held_out(f"{n}.txt", 2) == held_out)
+        (tmp_path / name).write_text("one two three four five six")
+        alone = load_corpus(data_config(tmp_path / name, max_words=2))
+        assert (len(alone.train), len(alone.validation)) == (2, 1)
 
 
 @pytest.mark.parametrize(

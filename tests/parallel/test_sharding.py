@@ -169,7 +169,7 @@ print(json.dumps(losses))
 
 @pytest.mark.slow
 def test_bfloat16_trains_alike_on_one_cpu_device_and_on_four():
-    """Products have other forms there: those of one device by AMX, those of several as XLA's partitioner allows."""
+    """Products have other forms there: those of one device as AMX needs them, those of several as XLA's partitioner allows."""
     alone, split = (
         json.loads(run_program(number, BFLOAT16, json.dumps(sizes)).stdout)
         for number, sizes in ((1, (1, 1, 1)), (4, (1, 2, 2)))
