@@ -3,18 +3,22 @@
 `python -m benchmarks.data` measures the preparation of large text.
 """
 
+import collections
 import functools
 import statistics
+from collections.abc import Callable
+from typing import TypeVar
 
 from benchmarks.measure import Cases, Options, Record, record, timed
 from calm_jax.config import resolve
-from calm_jax.data.corpus import Corpus, load_corpus
-from calm_jax.data.loader import TrainingText, training_batches
+from calm_jax.data.corpus import load_corpus
+from calm_jax.data.loader import training_batches
 from calm_jax.data.tokenizers import Tokenizer, make_tokenizer
 from calm_jax.run.dataset import Dataset
 
 # A batch takes less time than a clock resolves well, so one measurement is the mean of so many.
 _BATCHES = 100
+T = TypeVar("T")
 
 
 def cases(options: Options) -> Cases:
@@ -22,41 +26,34 @@ def cases(options: Options) -> Cases:
     return {"data": functools.partial(_measure, options)}
 
 
+def _timed_last(make: Callable[[], T], repeats: int, seconds: float) -> tuple[list[float], T]:
+    """`timed`, and what the last call returned."""
+    made: collections.deque[T] = collections.deque(maxlen=1)
+    return timed(lambda: made.append(make()), repeats, seconds), made[0]
+
+
 def _measure(options: Options) -> list[Record]:
-    config = resolve(options.tree)
-    training = config.lm.training
+    config, often = resolve(options.tree), (options.repeats, options.seconds)
 
-    def read() -> None:
-        corpora[:] = [load_corpus(config.data, with_autoencoder=False)]
-
-    def find_tokenizer() -> None:
-        prepared = corpora[-1].prepared
-        texts = (document.text for document in corpora[-1].train)
-        found = prepared[0].tokenizer if prepared else make_tokenizer(config.tokenizer, texts)
-        tokenizers[:] = [found]
-
-    def pack() -> None:
-        dataset = Dataset(config, corpora[-1], tokenizers[-1])
-        packed[:] = [dataset.training("lm")]
+    def find_tokenizer() -> Tokenizer:
+        if corpus.prepared:
+            return corpus.prepared[0].tokenizer
+        return make_tokenizer(config.tokenizer, (document.text for document in corpus.train))
 
     def take() -> None:
         for _ in range(_BATCHES):
             next(batches)
 
-    # Each step keeps the last that it made for the next one.
-    corpora: list[Corpus] = []
-    tokenizers: list[Tokenizer] = []
-    packed: list[TrainingText] = []
+    reading, corpus = _timed_last(lambda: load_corpus(config.data, with_autoencoder=False), *often)
     # A SentencePiece model is trained once, because that takes a while.
-    reading = timed(read, options.repeats, options.seconds)
-    finding = timed(find_tokenizer, 1)
-    packing = timed(pack, options.repeats, options.seconds)
-    size, [text] = training.batch_size, packed
+    finding, tokenizer = _timed_last(find_tokenizer, 1, options.seconds)
+    packing, text = _timed_last(lambda: Dataset(config, corpus, tokenizer).training("lm"), *often)
+    size = config.lm.training.batch_size
     batches = training_batches(
         text.rows(config.seed), size, 0, range(size), config.data.read_threads
     )
     take()
-    taking = [seconds / _BATCHES for seconds in timed(take, options.repeats, options.seconds)]
+    taking = [seconds / _BATCHES for seconds in timed(take, *often)]
     block = config.lm.data.block_tokens
     tokens = block * sum(len(source) for source in text.sources)
     return [

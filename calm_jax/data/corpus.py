@@ -366,7 +366,6 @@ def load_corpus(
         reader.check(config.autoencoder_files, "data.autoencoder_files", False)
     if config.validation_files:
         reader.check_files(config.validation_files, "data.validation_files", False)
-    if config.validation_files:
         read = {"train_files": with_train, "autoencoder_files": with_autoencoder}
         _warn_of_overlap(config, [key for key, is_read in read.items() if is_read])
     elif config.names_folders or (with_autoencoder and config.autoencoder_files):

@@ -1,6 +1,5 @@
 """Samples of a Hugging Face causal language model (extra `hf`)."""
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,19 +9,10 @@ from calm_jax.errors import UserError, installation, reason_of
 _NEW_TOKENS = 16
 
 
-def check_installed(model: str) -> None:
-    """Raises `UserError`, which names the flag `--model`, if the libraries are not installed."""
-    for library in ("torch", "transformers"):
-        if importlib.util.find_spec(library) is None:
-            raise UserError(
-                f"--model={model} needs {library}, which is not installed: {installation('hf')}"
-            )
-
-
 class CausalLM:
     """A causal language model from a folder or from the Hugging Face hub, to sample from at temperature 1.
 
-    Needs the libraries of `check_installed`. Raises `UserError` if the model cannot be loaded.
+    Raises `UserError` if the libraries cannot be imported or the model cannot be loaded.
     """
 
     def __init__(self, name: str, seed: int):

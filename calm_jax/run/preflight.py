@@ -15,7 +15,7 @@ from calm_jax.build import check_attention
 from calm_jax.cli.files import local_path, read_json
 from calm_jax.config import NO_PARAMETER_KEYS, Config, as_dict, leaves
 from calm_jax.data.corpus import STANDARD_LIBRARY, Corpus
-from calm_jax.data.tokenizers import Tokenizer, check_path, make_tokenizer, vocabulary
+from calm_jax.data.tokenizers import Tokenizer, check_path, make_tokenizer
 from calm_jax.errors import UserError
 from calm_jax.parallel import multihost
 from calm_jax.planning import fitting
@@ -137,8 +137,13 @@ def read_scored(
     return Dataset(config, corpus, workdir.tokenizer), corpus
 
 
-def _new_tokenizer(config: Config, corpus: Corpus, initial: Workdir | None) -> Tokenizer:
-    """The tokenizer of a new run: that of the initial parameters, else that of the prepared text, else the config's."""
+def _new_tokenizer(
+    config: Config, corpus: Corpus, initial: Workdir | None, named: Tokenizer | None
+) -> Tokenizer:
+    """The tokenizer of a new run: that of the initial parameters, else that of the prepared text, else the config's.
+
+    named: the one of the config's file, if it has been opened.
+    """
     if initial is not None:
         return initial.tokenizer
     if corpus.prepared:
@@ -150,6 +155,8 @@ def _new_tokenizer(config: Config, corpus: Corpus, initial: Workdir | None) -> T
                 f"{config.tokenizer.kind!r}: give --config.tokenizer.kind={theirs.kind}"
             )
         return theirs
+    if named is not None:
+        return named
     documents = corpus.train or corpus.autoencoder_train
     return make_tokenizer(config.tokenizer, (document.text for document in documents))
 
@@ -328,15 +335,17 @@ def _check(
         workdir.check_config(config, training=True)
         _check_checkpoints(config, workdir)
     initial, _ = _find_sources(config, workdir, fresh, tokenizer=None)
+    named = None
     if fresh and initial is None and not config.data.names_folders:
         check_path(config.tokenizer)
-        # Opens the file, so that a wrong one is refused before the text is read.
-        vocabulary(config.tokenizer)
+        if config.tokenizer.path:
+            # Before the text is read, so that a wrong file is refused at once.
+            named = make_tokenizer(config.tokenizer, ())
     _check_autoencoder_stage(config, workdir, fresh)
     print("data: reading and tokenising", flush=True)
     corpus = read_corpus(config, config.stages)
     if fresh:
-        tokenizer = _new_tokenizer(config, corpus, initial)
+        tokenizer = _new_tokenizer(config, corpus, initial, named)
     else:
         workdir.check_corpus(corpus)
         tokenizer = workdir.tokenizer

@@ -16,7 +16,7 @@ from calm_jax.cli.output import write_result
 from calm_jax.config import Config
 from calm_jax.data.tokenizers import Tokenizer, open_tokenizer
 from calm_jax.errors import UserError
-from calm_jax.evaluation.causal_lm import CausalLM, check_installed
+from calm_jax.evaluation.causal_lm import CausalLM
 from calm_jax.evaluation.samples import (
     Reference,
     Sample,
@@ -109,12 +109,12 @@ def score(
     scorer = Scorer(references, tokenizer)
     # Raises an error before anything is sampled, if a reference lacks its text or its tokens.
     scorer.targets(bool(texts))
-    floor = {}
-    if run is not None and (text := run.text()).has_train:
-        floor["frequencies (the floor)"] = scorer.floor(text.training_ngrams(), bool(texts))
     loaded = {
         name: CausalLM(name.removeprefix("hf:"), seed) for name in models if name.startswith("hf:")
     }
+    floor = {}
+    if run is not None and (text := run.text()).has_train:
+        floor["frequencies (the floor)"] = scorer.floor(text.training_ngrams(), bool(texts))
     for name in models:
         drawn[name] = _draw(name, loaded.get(name), places, bool(texts), num_samples, seed)
         if output is not None:
@@ -150,7 +150,6 @@ def _gives_text(name: str, references: Sequence[Reference]) -> bool:
     Raises `UserError` for a model that cannot be sampled.
     """
     if name.startswith("hf:"):
-        check_installed(name)
         return True
     workdir = Workdir(local_path(name, "--model"))
     if not workdir.exists:
