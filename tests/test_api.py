@@ -15,6 +15,7 @@ from tests.test_readme import README
 from tests.workdirs import ROOT, run_program
 
 
+@pytest.mark.slow
 def test_unknown_models_and_keys_are_refused_in_one_line(tmp_path):
     with pytest.raises(UserError, match="neither a folder nor the name of a repository"):
         calm_jax.load(tmp_path / "no")

@@ -389,6 +389,7 @@ def test_the_beginning_of_a_run_is_timed(text_glob, tmp_path):
 # --- One call on a machine with a GPU
 
 
+@pytest.mark.slow
 def test_a_part_for_gpus_is_repeated_until_it_has_succeeded(tmp_path):
     assert gpu._run("flag", 60, ["benchmarks.load", "--requests=x"], tmp_path).startswith("failed")
     assert "--requests=x" in (tmp_path / "flag.log").read_text()

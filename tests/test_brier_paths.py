@@ -222,6 +222,7 @@ def test_the_test_above_detects_wrong_paths(chunk_size, exact, wrong):
     assert off[..., :chunk_size].max() < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [2, 4])
 def test_more_samples_have_less_variance(chunk_size):
     few, many = (drawn_terms(chunk_size, num_samples, False)[0].var(1) for num_samples in (2, 8))
@@ -413,6 +414,7 @@ def test_all_starts_at_once_equal_each_start_alone(chunk_size, exact, at_once, m
     assert all(len(np.unique(expected[..., n].round(4))) > 3 for n in range(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk_size", "exact", "at_once"), [(2, False, 2), (1, True, 3)])
 def test_starts_that_are_continued_in_parts_get_the_terms_of_each_alone(chunk_size, exact, at_once):
     """For parts that do not divide the number of starts, rows of which different numbers of starts agree, and starts that do

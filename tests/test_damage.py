@@ -52,6 +52,7 @@ def test_damaged_input_is_read_or_refused_in_one_line(name, campaigns):
     assert not [case for case in found if case["outcome"] not in GOOD]
 
 
+@pytest.mark.slow
 def test_bad_input_of_the_command_is_one_line(tmp_path):
     folder = f"--folder={tmp_path}"
     line = run("benchmarks.damage", folder, "--case=pickles:x", status=2)
@@ -113,6 +114,7 @@ def test_json_values_are_drawn_anew_and_are_the_same_for_the_same_seed():
     assert len(set(drawn[0])) > 100
 
 
+@pytest.mark.slow
 def test_a_case_is_the_same_each_time(tmp_path):
     once, again = (
         [

@@ -228,6 +228,7 @@ def test_every_commit_that_a_page_names_is_in_the_history(page):
 # --- Pictures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page, name", [("README.md", "two_stages"), ("docs/training.md", "training_curves")]
 )

@@ -55,6 +55,7 @@ def test_a_command_that_hangs_is_killed_and_recorded(tmp_path, monkeypatch):
     assert not any(sleep[-1].encode() in _read(command) for command in commands)
 
 
+@pytest.mark.slow
 def test_a_fault_comes_after_a_time_of_computing_and_not_of_waiting():
     """In the child of a shell, which sleeps before it computes."""
     work = "import time; time.sleep(1)\nwhile True: pass"
@@ -69,6 +70,7 @@ def test_a_fault_comes_after_a_time_of_computing_and_not_of_waiting():
                 one.kill()
 
 
+@pytest.mark.slow
 def test_a_clock_is_set_back_by_a_day(tmp_path):
     times = "import time; a = time.time(); time.sleep(0.5); print(time.time() - a)"
     log = tmp_path / "log"
@@ -91,6 +93,7 @@ def test_a_clock_is_set_back_by_a_day(tmp_path):
     assert len(log.read_text().splitlines()) == 5
 
 
+@pytest.mark.slow
 def test_a_signal_goes_to_one_of_the_processes_of_a_job(tmp_path):
     chance, job = random.Random(0), faults.Job(lambda output: [], lambda output: {})
     with subprocess.Popen(

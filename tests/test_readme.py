@@ -263,7 +263,7 @@ def test_the_quickstart_in_a_short_form(tmp_path):
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     # The floor stands on the text alone, so it is about the same as after the whole run.
     assert 0.01 < results["floor"]["brierlm"] < 0.06
-    assert "BrierLM" in out and "--- prompt: 'def '" in out
+    assert "BrierLM" in out and "--- prompt: 'def'" in out
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ print("went on")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", ["read", "write"])
 @pytest.mark.parametrize(
     ("seconds", "status", "shown"),

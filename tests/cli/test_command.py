@@ -71,6 +71,7 @@ def test_a_command_ends_without_a_line_when_the_reader_of_its_output_exits():
 
 
 # The error comes when Python flushes its buffer, or without a buffer when absl prints.
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_help_that_cannot_be_written_ends_as_all_output_does(unbuffered):
     """As with `--help | true`, `--help > /dev/full` and `--help >&-`."""
@@ -224,6 +225,7 @@ print("imported", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_midst_of_an_import_is_raised_after_it(tmp_path):
     (tmp_path / "signalled.py").write_text(SIGNALLED)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
@@ -277,6 +279,7 @@ app.run(main)
 """
 
 
+@pytest.mark.slow
 def test_what_devices_still_compute_keeps_no_interrupted_command():
     """Python's own end would wait for the device, or crash."""
     done = run_program(COMPUTES, status=75, timeout=120)
@@ -303,6 +306,7 @@ app.run(main)
 TOGETHER = "from calm_jax.parallel.signals import EndTogetherOnSignal as E\n    with E():"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("within", ["if True:", TOGETHER])
 def test_a_signal_that_comes_in_a_destructor_ends_the_command(name, within):

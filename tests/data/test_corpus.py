@@ -48,6 +48,7 @@ def test_standard_library_is_split_by_the_hash_of_names(library):
     assert 0.02 < len(split.validation) / len(library) < 0.1
 
 
+@pytest.mark.slow
 def test_filters_hold_for_the_standard_library_too(library):
     changes = {"min_characters": 2000, "max_words": 500, "deduplicate": True}
     corpora = [load_corpus(data_config(files, **changes)) for files in ("", "stdlib:")]

@@ -220,6 +220,7 @@ def test_a_running_cluster_writes_the_same_bytes(tmp_path, files, monkeypatch):
             assert client.submit(sum, [1, 2]).result() == 3
 
 
+@pytest.mark.slow
 def test_a_running_cluster_uses_the_new_tokenizer_of_a_folder_made_again(tmp_path, files, prepare):
     """Its workers, which cache the tokenizer, outlive the first preparation."""
     model = tmp_path / "tokenizer.model"
@@ -488,6 +489,7 @@ def with_other_letters(data: bytes, part: slice) -> bytes:
     return data[: part.start] + data[part].replace(b"sheep", b"goats") + data[part.stop :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["of a shard that is made", "of a shard that is missing"])
 @pytest.mark.parametrize("was_complete", [False, True])
 def test_a_change_within_a_file_after_the_first_pass_is_refused(

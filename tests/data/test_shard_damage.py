@@ -272,6 +272,7 @@ def cut_by_damage(data: bytes, suffix: str, rng: random.Random) -> bytes:
     return packer.compress(data) + packer.flush(zlib.Z_FULL_FLUSH) + b"\7" * 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_damaged_compressed_file_gives_the_documents_before_the_damage(tmp_path, suffix):
     """The same documents from any place at which reading begins."""

@@ -158,6 +158,7 @@ def test_sentencepiece_tokens_decode_to_the_texts(tmp_path):
 # --- Published packing --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block, deduplicate", [(64, False), (8, True), (1000, True)])
 def test_published_packing_equals_a_loop_over_groups(tmp_path, block, deduplicate):
     rng = random.Random(block)
@@ -337,6 +338,7 @@ def test_a_shard_made_by_another_worker_is_kept(tmp_path):
     assert contents(tmp_path / "out") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["all", pytest.param("published", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_no_document_of_a_changed_text_gets_into_a_shard(name, packing, tmp_path, monkeypatch):

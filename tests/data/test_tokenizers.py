@@ -316,6 +316,7 @@ def ranks() -> dict[bytes, int]:
     return {base64.b64decode(token): int(rank) for token, rank in lines}
 
 
+@pytest.mark.slow
 def test_llama3_words_of_the_vocabulary_are_one_token(llama3, ranks):
     """Also words that no sequence of merges produces."""
     words = {}
@@ -408,6 +409,7 @@ def test_llama3_equals_an_independent_bpe_on_many_scripts_and_code(llama3, ranks
         assert llama3.encode_array(text).tolist() == ids
 
 
+@pytest.mark.slow
 def test_a_million_spaces_are_encoded(llama3):
     """tiktoken by itself overflows its stack on them."""
     text = "x" + " " * 1_000_000 + "y" + "\n" * 250_000 + " z"

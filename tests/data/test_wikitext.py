@@ -32,6 +32,7 @@ def wikitext() -> tuple[pathlib.Path, Tokenizer, list[list[int]]]:
     return file, make_tokenizer(TokenizerConfig("llama3", str(model), 0, True), ()), encoded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "eos, chunk, block, size, first, last",
     [

@@ -148,6 +148,7 @@ def test_absurd_values_are_refused_by_name_or_ignored(key, value, golden, plan_o
         assert key in refusal(plan_of, source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ar", "flow"])
 def test_the_context_length_comes_from_the_checkpoint(name, golden, plan_of, tmp_path):
     source = changed(golden / name, tmp_path / "source", {"max_position_embeddings": 100})

@@ -15,6 +15,7 @@ from tests.interop.checkpoints import changed, listing, refusal
 from tests.interop.conversions import params
 
 
+@pytest.mark.slow
 def test_an_existing_folder_or_file_is_refused_and_unchanged(golden, converted, tmp_path):
     target = tmp_path / "converted"
     target.mkdir()
@@ -36,6 +37,7 @@ def test_a_symbolic_link_as_target_is_refused(tmp_path):
     assert "already exists" in refusal(refuse_existing, tmp_path / "link")
 
 
+@pytest.mark.slow
 def test_damage_in_the_last_tensor_leaves_nothing(golden, converted, tmp_path):
     last = "generative_head.net.final_layer.linear.bias"
 
@@ -88,6 +90,7 @@ def test_an_interrupted_conversion_leaves_nothing(
     assert listing(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_leaves_nothing(golden, converted, monkeypatch, tmp_path):
     workdir = converted(golden / "energy_k4")
     before = listing(tmp_path)

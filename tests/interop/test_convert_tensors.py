@@ -58,6 +58,7 @@ def test_the_head_is_found_under_either_alias(dropped, golden, converted, tmp_pa
     assert_same(params(converted(source)), params(converted(golden / "energy_k4", name="other")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropped", ["decoder.lm_head_weight", "encoder.embed_tokens.weight"])
 def test_the_embedding_is_found_under_either_alias(dropped, golden, converted, tmp_path):
     source = changed(golden / "ae_k2", tmp_path / "half", {}, drop(dropped))
@@ -140,6 +141,7 @@ def test_a_missing_tensor_or_one_of_wrong_shape_or_dtype_is_refused_by_name(
     assert name in refusal(converted, source)
 
 
+@pytest.mark.slow
 def test_a_nonzero_embedding_of_the_pad_token_is_refused(golden, converted, tmp_path):
     """PyTorch would use the stored row; the model here embeds pads as zero."""
 
@@ -168,6 +170,7 @@ def test_a_separate_autoencoder_gives_the_same_parameters_as_the_included_one(
     assert_same(params(workdir), expected)
 
 
+@pytest.mark.slow
 def test_a_separate_autoencoders_config_sets_dropout_and_kl_weight(golden, plan_of, tmp_path):
     own = changed(golden / "ae_k4", tmp_path / "own", {"ae_dropout": 0.25, "kl_weight": 0.5})
     plan = plan_of(golden / "energy_k4", own)

@@ -102,6 +102,7 @@ def test_a_damaged_archive_is_refused_or_read_unchanged(form, bounded, tmp_path)
     assert 400 < refused < 800
 
 
+@pytest.mark.slow
 def test_a_damaged_number_in_an_archive_is_always_refused(bounded, tmp_path):
     values = small()
     write_folder(tmp_path, "bin", values)
@@ -135,6 +136,7 @@ def test_a_damaged_pickle_with_a_valid_checksum_is_refused_or_gives_finite_tenso
     assert 400 < refused < 800
 
 
+@pytest.mark.slow
 def test_a_damaged_safetensors_file_is_refused_or_gives_finite_tensors(bounded, tmp_path):
     values = small()
     write_folder(tmp_path, "safetensors", values)

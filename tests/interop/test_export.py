@@ -44,6 +44,7 @@ def test_a_workdir_without_a_trained_model_is_refused(tmp_path):
     assert "train first" in refusal(export, workdir, tmp_path / "out", "x")
 
 
+@pytest.mark.slow
 def test_a_language_model_without_its_autoencoder_is_refused(tmp_path):
     workdir = random_workdir(tmp_path / "ours", "head=energy")
     shutil.rmtree(workdir.checkpoints("autoencoder"))
@@ -86,6 +87,7 @@ def test_the_exported_autoencoder_folder_is_found_and_keeps_its_config(plan_of, 
     assert "norms' epsilon" in plan_of(tmp_path / "moved", tokenizer="bytes").notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prior", [0.0, 2.0])
 def test_a_model_card_tells_what_is_known(prior, tmp_path):
     """Of a run that was trained here: steps, text and scores; the front matter is what the hub reads.

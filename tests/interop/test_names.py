@@ -60,6 +60,7 @@ def test_parameters_go_to_published_names_and_back_bit_for_bit(name, golden, tmp
     }
 
 
+@pytest.mark.slow
 def test_a_linear_is_stored_as_the_transpose(golden):
     config = published.PublishedConfig(golden / "energy_k4")
     heads, width = config["num_attention_heads"], config["hidden_size"]

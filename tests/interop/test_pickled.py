@@ -138,6 +138,7 @@ def test_a_compressed_pickle_is_not_expanded_in_memory(tmp_path):
     assert_little_memory(2**20 + 100 * size, lambda: refusal_to_read(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_huge_pickle_is_refused_before_it_is_read(tmp_path):
     with zipfile.ZipFile(tmp_path / BIN, "w") as archive:
         archive.writestr("m/data.pkl", b"\x80\x02" + b"0" * 2**27, zipfile.ZIP_DEFLATED)

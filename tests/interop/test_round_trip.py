@@ -81,6 +81,7 @@ def test_a_converted_checkpoint_is_exported_bit_for_bit(name, golden, converted,
     assert again.tokenizer.fingerprint == workdir.tokenizer.fingerprint
 
 
+@pytest.mark.slow
 def test_an_exported_models_card_says_that_it_decodes_without_the_token_prior(tmp_path):
     changes = {"lm__token_loss_weight": 0.5, "lm__token_prior_weight": 2.0}
     workdir = random_workdir(tmp_path / "ours", "head=energy,k=2", **changes)
@@ -222,6 +223,7 @@ def test_a_converted_llama_computes_the_recorded_numbers(loaded):
 # --- File formats
 
 
+@pytest.mark.slow
 def test_bfloat16_in_shards_and_in_a_pickle_give_the_same_float32_parameters(
     golden, converted, tmp_path
 ):
@@ -246,6 +248,7 @@ def test_bfloat16_in_shards_and_in_a_pickle_give_the_same_float32_parameters(
     np.testing.assert_array_equal(kernel, halved["lm_head.weight"].T.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_pickled_weights_give_the_same_parameters_as_safetensors(golden, converted, tmp_path):
     folder = changed(golden / "ae_k4", tmp_path / "pickled")
     (folder / SAFE).unlink()

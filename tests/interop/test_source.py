@@ -36,6 +36,7 @@ def test_a_source_that_is_neither_folder_nor_repository_is_refused_without_netwo
     assert "is a file" in refusal(folder_of, str(file), "--source")
 
 
+@pytest.mark.slow
 def test_a_repository_is_downloaded_and_converted(golden, converted, monkeypatch, tmp_path):
     asked = []
 

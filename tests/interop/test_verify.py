@@ -251,6 +251,7 @@ def test_nan_is_the_worst_error_of_all_gradients():
 # --- Unreadable golden sets
 
 
+@pytest.mark.slow
 def test_an_unknown_case_is_named_and_skipped(copied, capsys):
     folder = copied("temperature")
     np.savez(folder / "mystery.npz", x=np.zeros(2))
@@ -416,6 +417,7 @@ def test_a_case_of_which_nothing_is_compared_fails(copied, monkeypatch):
     assert not comparison.compare("case", "quantity", np.zeros((0, 2)), np.zeros((0, 2))).passed
 
 
+@pytest.mark.slow
 def test_what_needs_a_missing_array_fails_by_its_name(copied, capsys):
     folder = copied("temperature", "ae_k1")
     change_array(folder / "ae_k1.npz", "dec_latents", lambda _: None)
@@ -425,6 +427,7 @@ def test_what_needs_a_missing_array_fails_by_its_name(copied, capsys):
     assert [row.quantity for row in rows if row.case == "ae_k1" and row.passed]
 
 
+@pytest.mark.slow
 def test_an_array_of_another_shape_ends_its_case_alone(copied, capsys):
     folder = copied("temperature", "ae_k1")
     change_array(folder / "ae_k1.npz", "dec_latents", lambda latents: latents[..., :-1])

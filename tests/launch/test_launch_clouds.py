@@ -63,6 +63,7 @@ def resume(
 SET_UP = ["copy", "install", "run"]
 
 
+@pytest.mark.slow
 def test_a_slice_is_requested_again_after_each_preemption(stubs):
     states = ["", "WAITING_FOR_RESOURCES", "ACTIVE", "ACTIVE", "SUSPENDED", "FAILED", "ACTIVE"]
     hosts = ["absent absent", "running running", "absent absent", "running 0", "0 0"]
@@ -95,6 +96,7 @@ def test_the_answers_of_hosts_decide_what_resume_does(hosts, status, runs, stubs
     assert (ended, asked) == (status, ["run"] * runs)
 
 
+@pytest.mark.slow
 def test_calls_that_fail_are_tried_again(stubs):
     states = ["fails", "ACTIVE", "fails", "ACTIVE"]
     hosts = ["fails", "absent", "absent", "fails", "0"]
@@ -124,6 +126,7 @@ if [[ $* == "-m uv venv"* ]]; then mkdir -p .venv/bin && touch .venv/bin/activat
 """
 
 
+@pytest.mark.slow
 def test_the_commands_for_hosts_work_in_a_real_shell(stubs):
     """Installed, run, preempted, resumed, stopped, resumed, and ended."""
     stubs.add("gcloud", HOST)

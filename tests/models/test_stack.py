@@ -8,6 +8,7 @@ from calm_jax.models import stack
 from tests.tiny_model import tiny
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

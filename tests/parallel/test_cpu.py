@@ -162,6 +162,7 @@ print(before, mebibytes())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_memory_that_was_freed_before_a_compilations_end_is_returned():
     before, after = map(int, run_program(RETURNED).stdout.split())

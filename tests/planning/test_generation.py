@@ -56,6 +56,7 @@ def test_a_chunk_takes_one_pass_over_the_weights_and_the_cache():
     assert half.limits["compute"] > 4 * four.limits["compute"]
 
 
+@pytest.mark.slow
 def test_the_token_predictors_weights_are_read_with_a_token_prior_alone():
     recipe = quickstart_in_float32("energy")
     with_prior, predictor = resolve(recipe), sizes.language_model(resolve(recipe), 4096)

@@ -175,6 +175,7 @@ def test_prompts_with_another_sampler_wait_and_those_behind_them_too():
         assert row.continuation.tokens == generator.generate(prompts, one)[index].tokens
 
 
+@pytest.mark.slow
 def test_nothing_more_is_computed_for_a_cancelled_text_and_its_place_is_free():
     generator = tiny().generator()
     options = dataclasses.replace(generator.options, max_tokens=200, temperature=1.0)
@@ -196,6 +197,7 @@ def test_nothing_more_is_computed_for_a_cancelled_text_and_its_place_is_free():
     assert {row.continuation.finish for row in rows} == {"cancelled"}
 
 
+@pytest.mark.slow
 def test_a_cancelled_text_that_waits_does_not_decide_the_size_of_the_next_cache():
     generator = tiny("k=4", 1024).generator()
     options = dataclasses.replace(generator.options, max_tokens=8, temperature=1.0)

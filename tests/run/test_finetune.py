@@ -235,6 +235,7 @@ def test_a_text_file_is_refused_where_prompts_are_needed(tmp_path):
         read(tmp_path / "a.txt")
 
 
+@pytest.mark.slow
 def test_text_that_is_mixed_with_records_has_no_prompts_and_is_not_scored(tmp_path):
     rows = [{"prompt": f"{i} + 1 =", "completion": f" {i + 1}"} for i in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -243,6 +243,7 @@ def test_a_text_may_take_several_calls_of_the_compiled_loop():
     assert play(text, max_tokens=len(text)).text == text
 
 
+@pytest.mark.slow
 def test_no_more_chunks_are_generated_than_max_tokens_needs():
     """8 tokens need two chunks."""
     seen = []
@@ -412,6 +413,7 @@ def test_incomplete_prompts_are_padded_as_asked_and_whole_ones_are_not():
         assert whole.tokens == scripts[7, 0, 0].tolist() and whole.alignment == "whole"
 
 
+@pytest.mark.slow
 def test_match_continues_a_prompt_with_the_rest_of_a_draw_that_begins_like_its_last_chunk():
     """At least a quarter of the draws match. The prompt's own tokens are no part of the continuation."""
     choices = [list(b"abcd"), list(b"abef"), list(b"xyzw"), list(b"axbc")]
@@ -436,6 +438,7 @@ def test_match_continues_a_prompt_with_the_rest_of_a_draw_that_begins_like_its_l
         assert one.decoded[0] == K * one.match_draws and all(one.exact)
 
 
+@pytest.mark.slow
 def test_match_sharpens_the_law_of_completions_below_temperature_1():
     """Given "ab", `abcd` is twice as likely as `abef`, so 4 to 1 at T = 1/2. The chunk counts as approximate."""
     choices = [list(b"abcd"), list(b"abcd"), list(b"abef"), list(b"xyzw")]
@@ -554,6 +557,7 @@ def test_a_text_depends_on_its_prompt_and_place_and_not_on_other_prompts(tempera
     assert again[1].tokens == expected[1].tokens
 
 
+@pytest.mark.slow
 def test_a_shorter_text_is_the_beginning_of_a_longer_one():
     short = generate(max_tokens=10, temperature=1.0)
     for one, longer in zip(short, reference(), strict=True):
@@ -621,6 +625,7 @@ def test_padded_lengths_are_powers_of_two_from_8_on():
 # --- Long texts
 
 
+@pytest.mark.slow
 def test_a_text_beyond_the_context_is_refused_in_one_line():
     """The context is 8 chunks. Prompt and continuation are each rounded up to whole chunks."""
     generator = tiny("k=4", 32).generator()
@@ -638,6 +643,7 @@ def test_a_text_beyond_the_context_is_refused_in_one_line():
             assert "context is 8" in message and "long_context=slide" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_sliding_context_gives_the_tokens_of_full_forward_passes_with_windowed_attention(
     stream, monkeypatch
@@ -744,6 +750,7 @@ def test_a_seed_out_of_range_is_refused(seed):
         tiny().generator().generate(["a"], seed=seed)
 
 
+@pytest.mark.slow
 def test_a_baseline_supports_temperatures_of_0_and_above_1_and_top_p():
     made = tiny("head=softmax")
     hot, cut = (
@@ -810,6 +817,7 @@ def test_a_loaded_generator_gives_the_texts_of_the_stored_model(tmp_path):
     assert_same_texts(loaded.generate(PROMPTS, chosen), reference())
 
 
+@pytest.mark.slow
 def test_a_workdir_without_a_trained_model_is_named(tmp_path):
     made = tiny()
     with pytest.raises(UserError, match="is no workdir"):

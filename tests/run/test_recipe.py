@@ -203,7 +203,7 @@ def test_every_head_and_chunk_size_trains_and_generates(variant, variant_runs):
     for values in results.values():
         assert_finite(values)
 
-    prompts = ("def ", "import ", "class ", "    def __init__(self, ")
+    prompts = ("def", "import", "class", "    def __init__(self,")
     text = (workdir / "samples.txt").read_text()
     assert re.findall(r"^--- prompt: '(.*)' ---$", text, re.MULTILINE) == list(prompts)
     samples = [json.loads(line) for line in (workdir / "samples.jsonl").read_text().splitlines()]
@@ -214,7 +214,7 @@ def test_every_head_and_chunk_size_trains_and_generates(variant, variant_runs):
     command = [f"--workdir={workdir}", "--temperature=1", "--max_tokens=20"]
     command += ["--long_context=slide", *(f"--prompt={prompt}" for prompt in prompts)]
     (text,) = texts_of(command)
-    assert text.startswith("def ") and "\nclass " in text
+    assert text.startswith("def") and "\nclass" in text
     # There is more text than the prompts and the empty lines between them.
     assert len(text) > sum(len(prompt) + 2 for prompt in prompts)
 

@@ -212,6 +212,7 @@ def test_chunks_of_samples_make_up_their_text(workdir):
     assert spans == ["a", "ñ<", "b>", "日本"]
 
 
+@pytest.mark.slow
 def test_a_long_run_has_a_small_page(workdir):
     records = [train_record("lm", step) for step in range(1, 30_001)]
     write_lines(workdir.metrics_path, records)

@@ -385,6 +385,7 @@ def gone_on(bind, state, key_B, limit=6, eos_id=EOS, temperature=1.0):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
 def test_a_rows_random_text_depends_only_on_its_own_key_and_prompt(temperature):
     prompt_BLK, length_B = ragged_prompts(3)

@@ -71,6 +71,7 @@ def test_no_more_draws_are_kept_back_than_are_compared_in_pairs():
 # --- Exact samplers -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "temperature_", [0.5, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.8, 0.4, 0.3))]
 )
@@ -105,6 +106,7 @@ def test_exact_rows_draw_the_power_where_other_rows_exhaust_their_budget(sampler
     assert p_value(number_B[~sampled.exact], power(law, n)) < FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_when_the_last_pool_refuses_its_chunk_is_chosen_by_leave_out_weights():
     """The distribution of the refused rows, from all possible counts of one pool of 5."""
     number_B, sampled = run(known_model(PROBS), config_of(1 / 2, "pooled", max_draws=5), 12_000)
@@ -202,6 +204,7 @@ def test_noise_is_one_draw_with_noise_scaled_by_the_temperature():
         assert sampled.exact.tolist() == [is_exact] * 3
 
 
+@pytest.mark.slow
 def test_a_growing_pool_stops_at_sixteen_groups_of_equal_draws():
     """First pools of 16 with given numbers of equal pairs; later draws are all different."""
     firsts = {
@@ -341,6 +344,7 @@ def test_candidates_are_the_counts_of_the_pool_and_change_no_chunk(sampler, temp
         assert laws.p_value(votes_BC[5].sum(0), PROBS) > FALSE_ALARM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampler, temperature_, fewest",
     [
@@ -411,6 +415,7 @@ def test_pool_sizes_grow_fourfold_and_use_up_the_budget():
         assert sum(sizes) == max_draws or sizes[-1] >= 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 8, 9, 10, 30])
 def test_a_certain_model_needs_one_pool(n):
     config = config_of(1 / n, "pooled", max_draws=216)
@@ -471,6 +476,7 @@ def test_completed_chunks_have_the_conditional_law_at_temperature_1():
     np.testing.assert_array_equal(sampled.exact, found_RC.ravel())
 
 
+@pytest.mark.slow
 def test_completed_chunks_have_the_law_of_leave_out_weights_at_temperature_one_half():
     """From one pool of 9, over all counts of the chunks that fit; other chunks are never chosen."""
     config, num_draws = config_of(1 / 2, "pooled", max_draws=9), 9

@@ -175,6 +175,7 @@ def test_of_equally_likely_tokens_the_first_is_taken_for_every_block_size():
         np.testing.assert_array_equal(token_R, logits.argmax(-1))
 
 
+@pytest.mark.slow
 def test_pruned_counts_with_a_real_decoder_equal_the_counts_of_whole_chunks():
     """Latents are near the points of a coarse lattice, so that many chunks are equal."""
     model = autoencoder()

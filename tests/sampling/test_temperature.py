@@ -262,6 +262,7 @@ def test_a_pool_of_two_at_one_half_is_a_draw():
     np.testing.assert_allclose(expected_law(2, 1 / 2, False), PROBS, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
 def test_leave_out_weights_have_a_smaller_bias_that_falls_faster(n):
     """In total variation from the power. The published bias falls like 1/N: to a fifth for five times the draws."""
@@ -495,6 +496,7 @@ def sequential_factory(prob: float, fraction: float, num: int) -> tuple[np.ndarr
     return accepts, draws
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "prob, fraction, accepted, mean_draws",
     [(0.25, 0.5, 0.5, 2.0), (0.1, 0.3, 0.50119, 5.0119), (0.5, 0.9, 0.53589, 1.07177)],

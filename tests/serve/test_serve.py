@@ -224,6 +224,7 @@ def test_of_fifty_requests_at_once_none_is_lost_and_each_is_as_if_alone(port):
     assert len(set(texts)) > 45
 
 
+@pytest.mark.slow
 def test_models_health_and_metrics(port):
     (listed,) = client(port).models.list()
     assert listed.id == "tiny" and client(port).models.retrieve("tiny") == listed
@@ -504,6 +505,7 @@ def unfinished(port: int) -> float:
     )
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_refused_with_retry_after():
     """One place, and room for two texts that wait."""
     generator = Gated()

@@ -311,6 +311,7 @@ def test_training_that_stays_nonfinite_ends_with_an_error(tmp_path):
     assert np.array_equal(params(tmp_path, "lm", 2)["kernel"], np.ones(2))
 
 
+@pytest.mark.slow
 def test_no_checkpoint_is_saved_after_too_many_nonfinite_updates(tmp_path):
     """Also where checkpoints are more frequent than logs; training resumes from the last good checkpoint."""
     config = tiny_config()
@@ -373,6 +374,7 @@ def short_run(
     return log
 
 
+@pytest.mark.slow
 def test_training_does_not_resume_from_a_checkpoint_under_the_name_of_another_step(tmp_path):
     short_run(tmp_path, 4)
     (tmp_path / "lm" / "4").rename(tmp_path / "lm" / "99")
@@ -397,6 +399,7 @@ def test_a_signal_while_the_last_checkpoint_is_written_ends_the_command(tmp_path
     assert (tmp_path / "lm" / "4").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number, error, message",
     [
@@ -430,6 +433,7 @@ def test_output_that_nobody_reads_any_more_loses_no_step(
     assert [one["step"] for one in short_run(tmp_path, 12).records] == [2, 4, 6, 8, 10, 12]
 
 
+@pytest.mark.slow
 def test_text_that_cannot_be_read_any_more_loses_no_step(tmp_path, monkeypatch):
     """The step of the batch that was not read is not done."""
     batches = train_lib.training_batches
@@ -448,6 +452,7 @@ def test_text_that_cannot_be_read_any_more_loses_no_step(tmp_path, monkeypatch):
     assert [one["step"] for one in short_run(tmp_path, 12).records] == [2, 4, 6, 8, 10, 12]
 
 
+@pytest.mark.slow
 def test_metrics_that_lost_records_are_named_and_the_file_is_kept(tmp_path, capsys):
     """Nothing is said, and nothing kept, where all records up to the checkpoint are there."""
     path = tmp_path / "metrics.jsonl"
@@ -566,6 +571,7 @@ def test_a_trainer_holds_one_state_at_a_time(tmp_path, monkeypatch):
         del begun
 
 
+@pytest.mark.slow
 def test_mfu_is_achieved_flops_over_the_devices_peak(tmp_path, monkeypatch):
     """On an accelerator whose peak is known; on others it is not logged."""
     config = tiny_config()
@@ -604,6 +610,7 @@ class RandomLoss(Fragile):
         return {"loss": (number + 0 * params["kernel"].sum(), jnp.float32(1))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before, stopped, after, expected",
     [
