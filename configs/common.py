@@ -196,7 +196,8 @@ def get_config() -> ConfigDict:
     config.sample.batch_size = 8
     # Prompts of the samples that are written at the end of training. Empty: those of the first held-out records, whose completions
     # are shown beside them; without records, the start of a document.
-    config.sample.prompts = ("The ", "In the year ")
+    # (They do not end with a space: in the training text a space begins the token of the next word.)
+    config.sample.prompts = ("The", "In the year")
 
     # --- The run ------------------------------------------------------------------------------------
     config.checkpoint = ConfigDict()

@@ -72,7 +72,6 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.eval.part_blocks = 32
     config.eval.context_tokens = 256
     config.eval.block_tokens = 512
-    # Without a space at the end: in the training text a space begins the token of the next word.
     config.sample.prompts = ("def", "import", "class", "    def __init__(self,")
     config = common.variant(config, arguments)
     if config.chunk_size > 2:
