@@ -72,7 +72,7 @@ def _programs() -> tuple[Callable, Callable, Callable, TrainState]:
     key_B = jax.random.split(key, _ROWS)
     loss = jax.jit(lambda params: task.loss(params, {}, held_out, key_B)["loss"])
     optimizer, mesh = make_optimizer(rate, _STEPS), make_mesh(_MESH)
-    return usual, spiking, loss, init_state(task, optimizer, {}, held_out, key, mesh)
+    return usual, spiking, loss, init_state(task, optimizer, key, mesh)
 
 
 def _trained(spike: str, response: str, seed: int) -> list[float]:

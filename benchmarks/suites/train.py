@@ -120,7 +120,7 @@ def fresh(config: Config, stage: str, words: Vocabulary) -> Trained:
             training = getattr(config, stage).training
             task, _, _ = stage_of(config, stage, words)
         batch = global_batch({"tokens": tokens_BT, "targets": tokens_BT}, size, mesh)
-        state = init_state(task, optimizer, frozen, batch, key, mesh)
+        state = init_state(task, optimizer, key, mesh)
         step = jit_step(make_step(task, optimizer, training, key, words.pad_id), state, mesh)
     return Trained(mesh, step, state, frozen, batch)
 

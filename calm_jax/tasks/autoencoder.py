@@ -68,6 +68,11 @@ class AutoencoderTask:
         """See `Task.stacks`."""
         return self.model.stacks
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """See `Task.metric_names`."""
+        return "loss", "cross_entropy", "kl"
+
     def init(self, key: Array) -> Params:
         """See `Task.init`."""
         tokens_PK = jnp.zeros((1, self.model.chunk_size), jnp.int32)

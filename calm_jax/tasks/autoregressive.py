@@ -46,6 +46,11 @@ class AutoregressiveTask:
         """See `stacks_of`."""
         return stacks_of(self.model)
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """See `Task.metric_names`."""
+        return ("loss",)
+
     def init(self, key: Array) -> Params:
         """See `Task.init`."""
         return self.model.init(key, jnp.zeros((1, 1, 1), jnp.int32))["params"]

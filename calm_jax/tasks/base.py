@@ -30,6 +30,11 @@ class Task(Protocol):
         """The paths of the stacks of equal layers in the trained parameters; axis 0 of a stack's parameters counts layers."""
         ...
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The names of the metrics that `loss` returns. A new training state has a zero for each, without tracing the loss."""
+        ...
+
     def init(self, key: Array) -> Params:
         """Fresh float32 parameters."""
         ...

@@ -66,6 +66,12 @@ class CalmTask:
         """See `stacks_of`."""
         return stacks_of(self.model)
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """See `Task.metric_names`."""
+        parts = () if self.model.token_predictor is None else ("head_loss", "token_loss")
+        return "loss", *parts
+
     def init(self, key: Array) -> Params:
         """See `Task.init`."""
         tokens_BLK = jnp.zeros((1, 1, self.chunk_size), jnp.int32)

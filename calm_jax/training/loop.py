@@ -30,7 +30,6 @@ from calm_jax.training.optimizer import OptimizerConfig, make_optimizer, make_sc
 from calm_jax.training.step import (
     TrainingConfig,
     TrainState,
-    batch_shapes,
     init_state,
     jit_step,
     make_step,
@@ -137,9 +136,7 @@ class Trainer:
         config = stage.training
         optimizer = make_optimizer(stage.optimizer, config.num_steps)
         self._schedule = make_schedule(stage.optimizer, config.num_steps)
-        batch = batch_shapes(config, stage.text.block_tokens)
-        init_key = stream(seed, f"init/{stage.name}")
-        of_state = (stage.task, optimizer, stage.frozen, batch, init_key)
+        of_state = stage.task, optimizer, stream(seed, f"init/{stage.name}")
         self._saved_step = checkpointer.latest_step
         if self._saved_step is not None:
             self._state = self._restored(state_shapes(*of_state))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -149,18 +149,21 @@ def make_step(
         def choose(condition: Array, new: Any, old: Any) -> Any:
             return jax.tree.map(functools.partial(jnp.where, condition), new, old)
 
-        def updated(opt_state: Any) -> tuple[Params, Any]:
-            updates, new = optimizer.update(gradient, opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-            return choose(finite & goes_on, (params, new), (state.params, opt_state))
+        # Jitted and inlined for one trace, as above.
+        @functools.partial(jax.jit, inline=True)
+        def updated(gradient: Params, params: Params, opt_state: Any, is_applied: Array) -> Any:
+            updates, new = optimizer.update(gradient, opt_state, params)
+            moved = optax.apply_updates(params, updates)
+            return choose(is_applied, (moved, new), (params, opt_state))
 
-        params, opt_state = updated(state.opt_state)
+        given, is_applied = (gradient, state.params), finite & goes_on
+        params, opt_state = updated(*given, state.opt_state, is_applied)
         if target_device().platform == "cpu":
             # XLA for CPUs has a program for each new array, which reads the old ones. The parameters come first here, and the
             # optimizer's state is computed from what the barrier returns, so that each array is written in its place. Otherwise
             # the state could be written first, and XLA would copy the old one.
             old_opt_state, params = jax.lax.optimization_barrier((state.opt_state, params))
-            _, opt_state = updated(old_opt_state)
+            _, opt_state = updated(*given, old_opt_state, is_applied)
 
         is_text = (batch["targets"] != MASKED) & (batch["targets"] != pad_id)
         one = jnp.float32(1)
@@ -226,61 +229,40 @@ def step_program(
     batch = batch_shapes(config, data.block_tokens)
     if data.isolate_documents:
         batch["segments"] = batch["tokens"]
-    state = state_shapes(task, optimizer, frozen, batch, key)
+    state = state_shapes(task, optimizer, key)
     step = jit_step(make_step(task, optimizer, config, key, pad_id), state, mesh)
     rows = {name: NamedSharding(mesh, BATCH) for name in batch}
     arguments = sharded_shapes(state, mesh), sharded_shapes(frozen, mesh), with_layout(batch, rows)
     return StepProgram(step, arguments)
 
 
-def state_shapes(
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    frozen: Params,
-    batch: Mapping[str, Any],
-    key: Array,
-) -> TrainState:
+def state_shapes(task: Task, optimizer: optax.GradientTransformation, key: Array) -> TrainState:
     """The shapes of a stage's state.
 
     Args:
       task, optimizer: as in `make_step`.
-      frozen: arrays or shapes of the parameters that the task does not train.
-      batch: arrays or shapes of a batch.
       key: the random key of the parameters.
     """
-    return jax.eval_shape(functools.partial(_initial_state, task, optimizer, frozen, batch), key)
+    return jax.eval_shape(functools.partial(_initial_state, task, optimizer), key)
 
 
-def _initial_state(
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    frozen: Params,
-    batch: Mapping[str, Any],
-    key: Array,
-) -> TrainState:
+def _initial_state(task: Task, optimizer: optax.GradientTransformation, key: Array) -> TrainState:
     params = task.init(key)
-    key_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), len(batch["tokens"])))
-    metrics = jax.eval_shape(task.loss, params, frozen, batch, key_B)
-    names = [*metrics, "gradient_norm", "tokens_per_step"]
+    names = [*task.metric_names, "gradient_norm", "tokens_per_step"]
     zeros = {name: (jnp.float32(0), jnp.float32(0)) for name in names}
     count = jnp.int32(0)
     return TrainState(count, params, optimizer.init(params), zeros, count, count)
 
 
 def init_state(
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    frozen: Params,
-    batch: Mapping[str, Any],
-    key: Array,
-    mesh: Mesh,
+    task: Task, optimizer: optax.GradientTransformation, key: Array, mesh: Mesh
 ) -> TrainState:
     """The initial state. Each device makes its own shards of it, as the whole may be too large for one.
 
     The arguments are those of `state_shapes`, and the mesh.
     """
     # One function for both, as JAX remembers what it traced, and tracing takes a second.
-    make = functools.partial(_initial_state, task, optimizer, frozen, batch, key)
+    make = functools.partial(_initial_state, task, optimizer, key)
     return jax.jit(make, out_shardings=shardings(jax.eval_shape(make), mesh))()
 
 

@@ -44,7 +44,7 @@ def placed(tree, layout):
 
 
 with jax.set_mesh(mesh):
-    state = state_shapes(task, optimizer, frozen, batch, key)
+    state = state_shapes(task, optimizer, key)
     step = make_step(task, optimizer, training, key, words.pad_id)
     arguments = [placed(tree, shardings(tree, mesh)) for tree in (state, frozen)]
     arguments.append(placed(batch, {{name: NamedSharding(mesh, BATCH) for name in batch}}))

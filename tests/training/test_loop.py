@@ -93,7 +93,7 @@ def run_steps(
     with jax.set_mesh(mesh):
         frozen = jax.device_put(frozen, shardings(frozen, mesh))
         if initial is None:
-            state = init_state(task, optimizer, frozen, make_batch(8), KEY, mesh)
+            state = init_state(task, optimizer, KEY, mesh)
         else:
             state = jax.device_put(initial, shardings(initial, mesh))
         step = jax.jit(
@@ -187,6 +187,7 @@ class Fragile:
 
     overflows: bool = False
     stacks: ClassVar[tuple] = ()
+    metric_names: ClassVar[tuple] = ("loss",)
 
     def init(self, key):
         return {"kernel": jnp.ones(2)}
@@ -207,7 +208,7 @@ def fragile_run(bad_steps: set[int], steps: int, max_nonfinite_steps: int, overf
     good = make_batch(4)
     good["tokens"] %= 200
     bad = {**good, "tokens": np.full_like(good["tokens"], 255)}
-    state = init_state(task, optimizer, {}, good, KEY, mesh)
+    state = init_state(task, optimizer, KEY, mesh)
     step = jax.jit(make_step(task, optimizer, settings, KEY, BYTES.pad_id))
     states = [state]
     for number in range(1, steps + 1):
@@ -216,7 +217,7 @@ def fragile_run(bad_steps: set[int], steps: int, max_nonfinite_steps: int, overf
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 4])
-def test_the_loss_is_traced_once_for_a_new_state_and_once_for_its_step(accumulation_steps):
+def test_the_loss_is_traced_once_for_its_step_and_not_for_a_new_state(accumulation_steps):
     calls = []
 
     class Counting(Fragile):
@@ -228,10 +229,19 @@ def test_the_loss_is_traced_once_for_a_new_state_and_once_for_its_step(accumulat
     settings = dataclasses.replace(config.lm.training, accumulation_steps=accumulation_steps)
     task, optimizer = Counting(), make_optimizer(config.lm.optimizer, 100)
     batch = make_batch(4)
-    state = init_state(task, optimizer, {}, batch, KEY, make_mesh(config.mesh))
-    assert len(calls) == 1
+    state = init_state(task, optimizer, KEY, make_mesh(config.mesh))
+    assert not calls
     jax.jit(make_step(task, optimizer, settings, KEY, BYTES.pad_id)).lower(state, {}, batch)
-    assert len(calls) == 2
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", ["autoencoder", "lm", "lm,token_predictor", "lm,head=softmax"])
+def test_a_task_names_the_metrics_of_its_loss(name):
+    stage, _, arguments = name.partition(",")
+    task, frozen = make_stage(stage, tiny_config(arguments))
+    params = jax.eval_shape(task.init, KEY)
+    metrics = jax.eval_shape(task.loss, params, frozen, make_batch(4), jax.random.split(KEY, 4))
+    assert set(metrics) == set(task.metric_names)
 
 
 @pytest.mark.parametrize("overflows", [False, True], ids=["nan", "overflow in bfloat16"])
