@@ -100,6 +100,6 @@ if has evaluate && [[ ! -s $workdir/evaluations.jsonl ]]; then
 fi
 if has samples && [[ ! -s $workdir/headline_samples.jsonl ]]; then
     step samples python -m calm_jax.generate --workdir="$workdir" --output="$workdir/headline_samples.jsonl" \
-        --temperature=0.5 --max_tokens=128 --prompt="The " --prompt="In the year " --prompt="The capital of France is" \
+        --temperature=0.5 --max_tokens=128 --prompt="The" --prompt="In the year" --prompt="The capital of France is" \
         --prompt="Once upon a time"
 fi
