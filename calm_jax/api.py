@@ -46,7 +46,8 @@ def evaluate(
 
     Args:
       workdir: folder of the run.
-      changes: keys of the config with their values, such as `{"eval.num_samples": 8}`; `data` and `eval` may change.
+      changes: keys of the config with their values, such as `{"eval.num_samples": 8}`. All may change but those that
+        are fixed in evaluation (docs/checkpoints.md, Resume).
 
     Returns:
       The scores by name: "lm" (with `brierlm` and `brierlm_error`), "autoencoder", "equal_context", "floor" and others, as far

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from calm_jax.sampling.config import SampleConfig
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "folder of a trained model")
-_PROMPT = flags.DEFINE_multi_string("prompt", [], "text to continue")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "text to continue; may be given several times")
 _PROMPTS_FILE = flags.DEFINE_string(
     "prompts_file",
     "",

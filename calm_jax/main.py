@@ -20,7 +20,9 @@ from calm_jax.parallel.compilation_cache import set_up_compiler
 from calm_jax.parallel.host_memory import keep_freed_memory
 from calm_jax.parallel.startup import multihost_command
 
-_CONFIG = define_recipe("Python file with the recipe, such as configs/quickstart.py")
+_CONFIG = define_recipe(
+    "Python file with the recipe, if needed with arguments, as in configs/calm_m.py:head=flow,k=8"
+)
 _WORKDIR = flags.DEFINE_string(
     "workdir", "", "folder of the run; if empty, runs/ and the name of the recipe"
 )

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prepares the training text of the published models, which configs/calm_*.py and configs/ar_*.py read.
 #
-#   launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.json [--output=prepared] [--dry_run]
+#   launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.jsonl [--output=prepared] [--dry_run]
 #       [flags of python -m calm_jax.data.prepare: --workers=N, --scheduler=ADDRESS, ...]
 #
 # Needs: pip install -c constraints.txt -e '.[data]'; the 30 training files of the Pile without its copyrighted parts (00.jsonl.zst to

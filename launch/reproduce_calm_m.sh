@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Reproduces the paper's headline result, CALM-M (371.7M parameters, published BrierLM 5.72), from raw text to score and samples.
 #
-#   launch/reproduce_calm_m.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.json [--workdir=runs/calm_m]
+#   launch/reproduce_calm_m.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.jsonl [--workdir=runs/calm_m]
 #       [--prepared=prepared] [--steps=prepare,autoencoder,lm,evaluate,samples] [--launcher=COMMAND] [--dry_run] [--config.KEY=VALUE ...]
 #
 #   prepare      the Pile as tokens (launch/prepare_pile.sh describes the three inputs)               PREPARED/pile, PREPARED/wikitext.jsonl
