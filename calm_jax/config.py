@@ -15,7 +15,14 @@ from typing import Any
 from calm_jax.data.corpus import DataConfig
 from calm_jax.data.packing import BlockConfig
 from calm_jax.data.tokenizers import TokenizerConfig
-from calm_jax.errors import UserError, nearest, require_at_least, require_one_of, require_within
+from calm_jax.errors import (
+    UserError,
+    nearest,
+    require_at_least,
+    require_one_of,
+    require_seed,
+    require_within,
+)
 from calm_jax.evaluation.evaluator import EvalConfig
 from calm_jax.models.autoencoder import AutoencoderConfig
 from calm_jax.models.heads import HEADS, LATENT_HEADS, HeadConfig
@@ -94,8 +101,7 @@ class Config:
     mesh: MeshConfig
 
     def __post_init__(self):
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed={self.seed} must be in [0, 2**32)")
+        require_seed("seed", self.seed)
         require_one_of("stage", self.stage, STAGES)
         require_one_of("compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         require_at_least(1, self, "", "chunk_size")

@@ -72,6 +72,12 @@ def require_within(least: float, most: float, section: object, path: str, *names
             raise UserError(f"{path}{name}={value} must be from {least:g} to {most:g}")
 
 
+def require_seed(key: str, seed: int) -> None:
+    """Raises `UserError` unless a seed fits the 32 bits from which random keys are made."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"{key}={seed} must be in [0, 2**32)")
+
+
 def installation(extra: str) -> str:
     """How to install an extra of pyproject.toml, for messages. Not by the package's name: it is not on PyPI."""
     return f"pip install -c constraints.txt -e '.[{extra}]' in the clone"

@@ -25,7 +25,7 @@ from calm_jax.cli.files import local_path, read_text
 from calm_jax.cli.flags import define_fraction, given_folder, parse_flags
 from calm_jax.cli.output import new_file, owned_output, write_result
 from calm_jax.cli.signals import tell_of_no_files
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_seed
 from calm_jax.parallel import startup
 from calm_jax.parallel.compilation_cache import set_up_compiler
 from calm_jax.parallel.host_memory import keep_freed_memory
@@ -225,8 +225,7 @@ def main(argv: list[str]) -> None:
     from calm_jax.run.workdir import Workdir
 
     workdir = given_folder(_WORKDIR, "the folder of a trained model")
-    if not 0 <= _SEED.value < 2**32:
-        raise UserError(f"--seed={_SEED.value} must be in [0, 2**32)")
+    require_seed("--seed", _SEED.value)
     output = local_path(_OUTPUT.value, "--output")
     if _OUTPUT.value:
         output = new_file(output, "--output", _OVERWRITE.value)

@@ -13,7 +13,7 @@ from calm_jax.brier import ORDERS, Protocol
 from calm_jax.cli.progress import Countdown
 from calm_jax.data.loader import evaluation_batches
 from calm_jax.data.packing import BlockSource
-from calm_jax.errors import UserError, require_at_least
+from calm_jax.errors import UserError, require_at_least, require_seed
 from calm_jax.parallel import multihost
 from calm_jax.parallel.mesh import divisible, global_batch, rows_here
 from calm_jax.parallel.signals import poll
@@ -47,8 +47,7 @@ class EvalConfig:
                 f"eval.block_tokens={self.block_tokens}, so that an n-gram follows the context"
             )
         require_at_least(2, self, "eval.", "num_samples")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"eval.seed={self.seed} must be in [0, 2**32)")
+        require_seed("eval.seed", self.seed)
         names = ("batch_size", "part_blocks", "start_every", "plane_contexts")
         require_at_least(1, self, "eval.", *names)
         for name in self.samplers:

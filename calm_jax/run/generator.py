@@ -15,7 +15,7 @@ from calm_jax.cli.files import local_path
 from calm_jax.config import Config
 from calm_jax.data.documents import Document
 from calm_jax.data.tokenizers import Tokenizer
-from calm_jax.errors import UserError
+from calm_jax.errors import UserError, require_seed
 from calm_jax.models.stack import for_generation
 from calm_jax.parallel import multihost
 from calm_jax.parallel.devices import memory_here
@@ -153,8 +153,7 @@ class Generator:
         options.check_head(self.has_autoencoder)
         if self.has_autoencoder:
             options.check_token_prior(self._config.lm.token_prior_weight)
-        if not 0 <= seed < 2**32:
-            raise UserError(f"seed={seed} must be in [0, 2**32)")
+        require_seed("seed", seed)
         # A prompt that is in the list more than once, as the same object, is encoded once.
         encoded: dict[int, list[int]] = {}
         rows = []

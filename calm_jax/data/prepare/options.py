@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from calm_jax.data.documents import Reading
 from calm_jax.data.files import library
 from calm_jax.data.packing import Frame
-from calm_jax.errors import UserError, require_one_of
+from calm_jax.errors import UserError, require_one_of, require_seed
 
 KEY = "--input"
 # The largest allowed values.
@@ -65,8 +65,7 @@ class Options:
                 raise UserError(
                     f"--{name}={getattr(self, name)} must be at least 1, and at most {_MOST[name]}"
                 )
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"--seed={self.seed} must be in [0, 2**32)")
+        require_seed("--seed", self.seed)
 
     @property
     def identity(self) -> dict:
