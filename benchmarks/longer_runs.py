@@ -1,5 +1,5 @@
 """Arms that compare three losses in runs of several lengths, with 128 and with 32 latent dimensions: the paper's against draws of the
-posterior, the same against its mean, and the latter with the token loss (docs/experiments.md).
+posterior, the same against its mean, and the latter with the token loss (docs/single_spaces.md).
 
     python -m benchmarks.learning --arms=benchmarks/longer_runs.py[:MULTIPLES[:FILES]] --folder=DIR --seeds=0
 

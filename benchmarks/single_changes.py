@@ -1,4 +1,4 @@
-"""Arms that change one key of the paper's loss, or one of each stage, for a model that learns little from it (docs/experiments.md).
+"""Arms that change one key of the paper's loss, or one of each stage, for a model that learns little from it (docs/single_spaces.md).
 
     python -m benchmarks.learning --arms=benchmarks/single_changes.py --folder=DIR --seeds=0
 

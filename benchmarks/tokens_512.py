@@ -1,10 +1,10 @@
-"""The 512-token recipe, with which most runs of docs/experiments.md were made: the quickstart with K = 4 and
+"""The 512-token recipe, with which most runs of docs/single_spaces.md were made: the quickstart with K = 4 and
 shorter tokens, none of them for a run of spaces, and the dropout, KL weight, random chunks and sampler of that time.
 
     python -m calm_jax.main --config=benchmarks/tokens_512.py[:head=NAME,k=K]
 
 Without arguments it has K = 4 and the energy head, which scores its draws against the posterior's mean; with k=K alone, the flow
-head. The runs of docs/experiments.md that do not say so had 16 draws of the posterior (--config.lm.head.num_target_samples=16), and
+head. The runs of docs/single_spaces.md that do not say so had 16 draws of the posterior (--config.lm.head.num_target_samples=16), and
 a loss that is gone (its section "The decoded Brier loss").
 """
 

@@ -90,7 +90,7 @@ def get_config() -> ConfigDict:
     config.autoencoder.min_accuracy = 0.98
     # Share of the chunks of a training batch that are replaced by random ones (paper: 0). Three kinds are equally frequent: tokens
     # of the block in random order, uniformly random tokens, and uniformly random tokens with pads from a random place on. An
-    # autoencoder that is trained on one kind of text then reconstructs any text (docs/experiments.md).
+    # autoencoder that is trained on one kind of text then reconstructs any text (docs/single_spaces.md).
     config.autoencoder.random_chunks = 0.0
     config.autoencoder.model = _autoencoder_model()
     # Published: eos ends each document, and pads fill its last chunk.
@@ -156,7 +156,7 @@ def get_config() -> ConfigDict:
     config.sample.temperature = 0.5
     # Nucleus sampling, for a softmax head only: sample from the likeliest tokens whose probabilities sum to this. 1: from all.
     config.sample.top_p = 1.0
-    # How chunks are sampled at T < 1; docs/benchmarks.md compares the samplers. Not used with a softmax head.
+    # How chunks are sampled at T < 1; docs/single_spaces.md compares the samplers. Not used with a softmax head.
     #   "pooled"     draws fresh pools of growing size until one emits a chunk; exact, unless it needs more than max_draws
     #   "rejection"  the paper's exact algorithm; approximate only beyond max_draws
     #   "batch"      approximate, any T: chooses by weight from one pool of num_candidates draws

@@ -74,7 +74,7 @@ def _set_for_records(config: ConfigDict) -> None:
     config.sample.prompts = ()
     if config.lm.token_prior_weight:
         # The token predictor learns new answers in a few hundred steps. Generation follows it more closely than scores do, so that
-        # the head's draws need not be exact (docs/experiments.md).
+        # the head's draws need not be exact (docs/single_spaces.md).
         config.sample.token_prior_scale = max(4.0, config.sample.token_prior_scale)
 
     # An answer is wanted that is likely, and not one of many.

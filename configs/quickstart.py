@@ -14,12 +14,12 @@ def get_config(arguments: str = "") -> ConfigDict:
     # A CPU with AMX trains faster in bfloat16, with the same score (docs/benchmarks.md); other CPUs do not.
     config.compute_dtype = "bfloat16" if has_amx() else "float32"
 
-    # Two tokens: a model this small writes more words with such chunks than with four (docs/experiments.md).
+    # Two tokens: a model this small writes more words with such chunks than with four (docs/single_spaces.md).
     config.chunk_size = 2
     config.tokenizer.kind = "sentencepiece"
     config.tokenizer.vocab_size = 4096
 
-    # So that any text is reconstructed, not only Python code (docs/experiments.md).
+    # So that any text is reconstructed, not only Python code (docs/single_spaces.md).
     config.autoencoder.random_chunks = 0.25
     model = config.autoencoder.model
     model.latent_size = 64
@@ -27,7 +27,7 @@ def get_config(arguments: str = "") -> ConfigDict:
     model.intermediate_size = 320
     # A fifteenth of the paper's rate, so that an autoencoder this small converges in minutes.
     model.dropout = 0.01
-    # Twice the paper's: latents lie further apart, and rare tokens and other texts are reconstructed, too (docs/experiments.md).
+    # Twice the paper's: latents lie further apart, and rare tokens and other texts are reconstructed, too (docs/single_spaces.md).
     model.kl_weight = 2e-3
     config.autoencoder.data.block_tokens = 64
     config.autoencoder.data.front_fill = "random"
@@ -53,7 +53,7 @@ def get_config(arguments: str = "") -> ConfigDict:
     common.variant(config, "head=flow")
     config.lm.head.num_blocks = 2
     # A loss that is not in the paper. Its weight is so large that it alone trains the backbone, for which the gradient of the head's
-    # loss is noise (docs/experiments.md).
+    # loss is noise (docs/single_spaces.md).
     config.lm.token_loss_weight = 20.0
     config.lm.data.block_tokens = 512
     config.lm.data.append_eos = True
