@@ -114,6 +114,15 @@ class Cut(NamedTuple):
     held_out: int
 
 
+class Uneven(NamedTuple):
+    """A split into documents that holds out much text: the numbers of documents and characters, all and held out."""
+
+    documents: int
+    characters: int
+    held_out_documents: int
+    held_out: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     """Training and validation text.
@@ -124,6 +133,7 @@ class Corpus:
         validation: the documents to score on; if some are records with prompts, these alone.
         skipped: the number of records left out, by reason.
         cut: the documents whose end is held out because each is the only document of its source.
+        uneven: the splits of few documents that hold out more than twice the share asked for.
     """
 
     sources: tuple[Source, ...]
@@ -131,6 +141,7 @@ class Corpus:
     validation: list[Document]
     skipped: dict[str, int]
     cut: tuple["Cut", ...]
+    uneven: tuple["Uneven", ...]
 
     @property
     def train(self) -> list[Document]:
@@ -383,14 +394,20 @@ def load_corpus(
     if config.validation_files:
         validation = reader.validation(config.validation_files, "data.validation_files")
         cut: list[Cut] = []
+        uneven: list[Uneven] = []
     else:
-        sources, validation, cut = _hold_out(sources, config)
+        sources, validation, cut, uneven = _hold_out(sources, config)
     # A part of running text that is mixed with records is held out too, so that it can be scored later as unseen text; this
     # run scores the records alone.
     validation = [one for one in validation if one.prompt is not None] or validation
     train = tuple(sources)
     return Corpus(
-        train, tuple(autoencoder_sources) or train, validation, dict(reader.skipped), tuple(cut)
+        train,
+        tuple(autoencoder_sources) or train,
+        validation,
+        dict(reader.skipped),
+        tuple(cut),
+        tuple(uneven),
     )
 
 
@@ -413,19 +430,24 @@ def _warn_of_overlap(config: DataConfig, keys: Sequence[str]) -> None:
 
 def _hold_out(
     sources: Sequence[Source], config: DataConfig
-) -> tuple[list[Source], list[Document], list[Cut]]:
+) -> tuple[list[Source], list[Document], list[Cut], list[Uneven]]:
     """Moves a part of every source to the validation text: some documents, or the end of a source's only document.
 
-    Returns `(sources, validation, cut)`: what is left of the sources, the validation text, and the documents whose end
-    was taken.
+    Returns `(sources, validation, cut, uneven)`: what is left of the sources, the validation text, and the last two fields of
+    `Corpus`.
     """
     kept: list[Source] = []
     validation: list[Document] = []
     cut: list[Cut] = []
+    uneven: list[Uneven] = []
     for documents in sources:
         assert not isinstance(documents, PreparedText)  # `load_corpus` refuses it
         if len(documents) > 1:
             train, held_out = _split(documents, config.holdout_every)
+            all_characters, characters = _characters(documents), _characters(held_out)
+            if characters * config.holdout_every > 2 * all_characters:
+                sizes = len(documents), all_characters, len(held_out), characters
+                uneven.append(Uneven(*sizes))
         else:
             (document,) = documents
             end = _cut_end(document.text, config.holdout_every)
@@ -436,7 +458,11 @@ def _hold_out(
             cut.append(Cut(document.name, characters, characters - end))
         kept.append(train)
         validation += held_out
-    return kept, validation, cut
+    return kept, validation, cut, uneven
+
+
+def _characters(documents: list[Document]) -> int:
+    return sum(len(document.text) for document in documents)
 
 
 def _check_cut(document: Document, end: int, config: DataConfig) -> None:

@@ -85,18 +85,24 @@ class Document:
     prompt: str | None = None
 
 
+_ONE_A_LINE = "a .json, too, holds one record on each line"
+
+
 def _field(record: Any, reading: Reading, option: str) -> str:
     """The text of a record's field. `option`: of `reading`, gives the field's name."""
     name = getattr(reading, option)
     if not isinstance(record, dict):
         raise BadRecord(
             "no object",
-            f"not an object with fields but a {type(record).__name__} (a .json, too, holds one record on each line)",
+            f"not an object with fields but a {type(record).__name__} ({_ONE_A_LINE})",
         )
     if name not in record:
-        raise BadRecord(
-            "missing field", f"no field {name!r}: {reading.flags}{option}=NAME takes another"
-        )
+        detail = f"no field {name!r}: {reading.flags}{option}=NAME takes another"
+        if reading.prompt_field:
+            detail += (
+                "; text without prompts, in a mixture, is .txt files, prepared text or stdlib:"
+            )
+        raise BadRecord("missing field", detail)
     text = record[name]
     if not isinstance(text, str):
         raise BadRecord("not text", f"field {name!r} is {type(text).__name__}, not a string")
@@ -130,8 +136,9 @@ def _is_too_deep(line: bytes) -> bool:
 
 
 def _not_utf8(error: UnicodeDecodeError) -> BadRecord:
-    detail = f"byte {error.start} is not valid UTF-8 (iconv -f latin1 -t utf-8 converts Latin-1)"
-    return BadRecord("invalid UTF-8", detail)
+    is_utf16 = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    known = "utf-16 -t utf-8 converts UTF-16" if is_utf16 else "latin1 -t utf-8 converts Latin-1"
+    return BadRecord("invalid UTF-8", f"byte {error.start} is not valid UTF-8 (iconv -f {known})")
 
 
 def _parse(line: bytes, name: str, reading: Reading) -> Document:
@@ -142,7 +149,10 @@ def _parse(line: bytes, name: str, reading: Reading) -> Document:
     except UnicodeDecodeError as error:
         raise _not_utf8(error) from error
     except ValueError as error:  # malformed, or a number of more digits than Python converts
-        raise BadRecord("malformed JSON", f"not valid JSON ({error})") from error
+        hint = ""
+        if line.strip() in (b"[", b"{", b"[{"):
+            hint = f"; {_ONE_A_LINE}, as `jq -c '.[]'` writes those of a list"
+        raise BadRecord("malformed JSON", f"not valid JSON ({error}){hint}") from error
     return _document(record, name, reading)
 
 
@@ -157,8 +167,9 @@ def _read_text(file: str, name: str) -> Iterator[_Item]:
         yield None, too_long("text")
         return
     try:
-        # The bytes are decoded here, because a file opened in text mode turns every line end into "\n".
-        yield START, Document(name, text.decode("utf-8"))
+        # The bytes are decoded here, because a file opened in text mode turns every line end into "\n". Some editors begin a file
+        # with a byte order mark.
+        yield START, Document(name, text.decode("utf-8").removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
         yield None, _not_utf8(error)
 

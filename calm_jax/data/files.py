@@ -227,7 +227,12 @@ def lines_from(
 
 def too_long(what: str) -> BadRecord:
     """The bad record for a "line" or "text" of more than `MOST_BYTES`."""
-    return BadRecord(f"long {what}", f"the {what} is longer than {MOST_BYTES >> 20} MiB")
+    way_out = (
+        ": split the file, as `split -C 200m --additional-suffix=.txt` does"
+        if what == "text"
+        else ""
+    )
+    return BadRecord(f"long {what}", f"the {what} is longer than {MOST_BYTES >> 20} MiB{way_out}")
 
 
 def is_seekable(file: str) -> bool:

@@ -216,6 +216,11 @@ def pack(
     block, pad_id = config.block_tokens, tokenizer.pad_id
     if config.packing == "published":
         framed = list(whole_blocks(framed, block))
+        if not framed:
+            raise UserError(
+                f"{name} has no group of {PUBLISHED_GROUP} documents that fills a block of {block} tokens, and packing='published' "
+                "drops what is left of each group: give packing='windows' in the section `data` of the stage"
+            )
     starts_D, first_N = np.cumsum([0, *map(len, framed[:-1])]), None
     if config.packing == "documents":
         flat = np.concatenate(framed)

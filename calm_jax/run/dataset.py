@@ -67,6 +67,12 @@ def read_corpus(config: Config, stages: Collection[str]) -> Corpus:
             f"data: {text.name} is the only document: the last {text.held_out:,} of its {text.characters:,} characters are "
             "held out for validation"
         )
+    for split in corpus.uneven:
+        print(
+            f"data: {split.held_out_documents:,} of {counted(split.documents, 'document')}, with {split.held_out:,} of "
+            f"{split.characters:,} characters, are held out for validation, more than one in data.holdout_every="
+            f"{config.data.holdout_every}: name text to score on with --config.data.validation_files=GLOB, and nothing is held out"
+        )
     return corpus
 
 

@@ -122,7 +122,7 @@ class Run:
             evaluator,
             config.training,
             config.optimizer,
-            flops.training(recipe, name, self.tokenizer.vocab_size),
+            flops.training(self._packed(recipe, name), name, self.tokenizer.vocab_size),
             compiled,
         )
         about = {"config": as_dict(recipe), "tokenizer": self.tokenizer.fingerprint}
@@ -185,14 +185,17 @@ class Run:
                 f"{workdir.memory_path}: {chosen!r} for {name} is no possible choice: delete this file, and the choice is made again"
             )
         key = training_key(config.seed, name)
-        # Blocks of records with prompts may be shorter than the recipe's block_tokens, and the step is compiled for one shape.
-        section = getattr(config, name)
-        data = dataclasses.replace(section.data, block_tokens=self.text.training(name).block_tokens)
-        packed = dataclasses.replace(config, **{name: dataclasses.replace(section, data=data)})
+        packed = self._packed(config, name)
         fitted = fitting.fit_here(packed, name, self.tokenizer, frozen, key, mesh)
         stored = fitting.chosen(fitted.config, name)
         multihost.write_once(lambda: workdir.store_memory_choice(name, devices, stored))
         return fitting.with_choice(config, stored), fitted.compiled
+
+    def _packed(self, config: Config, name: str) -> Config:
+        """The recipe with the length that a stage's blocks have: blocks of records with prompts may be shorter than the recipe's."""
+        section = getattr(config, name)
+        data = dataclasses.replace(section.data, block_tokens=self.text.training(name).block_tokens)
+        return dataclasses.replace(config, **{name: dataclasses.replace(section, data=data)})
 
     def _initial(self, name: str) -> Callable[[], Params] | None:
         """A function that loads the initial parameters, copied from `init_from`; None for random ones."""

@@ -228,6 +228,10 @@ class _Server:
         """Tokenises the prompts, and gives them to the model's engine if there is room."""
         served, engine = self._models[model], self._engines[model]
         try:
+            if asked.texts_per_prompt > 1:
+                # A message counts these prompts, and not the texts.
+                once = asked.prompts[:: asked.texts_per_prompt]
+                await run_in_threadpool(served.generator.rows, once, asked.options, asked.seed)
             rows = await run_in_threadpool(
                 served.generator.rows, asked.prompts, asked.options, asked.seed
             )
@@ -238,7 +242,7 @@ class _Server:
             if len(row.ids) > most:
                 raise RequestError(
                     400,
-                    f"prompt {row.continuation.index} has {len(row.ids)} tokens; at most {most} are allowed here",
+                    f"prompt {row.continuation.index // asked.texts_per_prompt} has {len(row.ids)} tokens; at most {most} are allowed here",
                     "prompt",
                 )
         most = engine.num_places + served.limits.waiting

@@ -284,7 +284,9 @@ def _options(fields: dict[str, Any], generator: Generator, limits: Limits) -> Sa
                     400, f"stop must be made of strings of up to {_LONGEST_STOP} characters", "stop"
                 )
         given["stop"] = tuple(stop)
-    given.setdefault("max_tokens", min(generator.options.max_tokens, limits.max_tokens))
+    # At most half of the context, which leaves room for a prompt.
+    half = max(1, generator.max_chunks * generator.task.chunk_size // 2)
+    given.setdefault("max_tokens", min(generator.options.max_tokens, limits.max_tokens, half))
     bounds = {
         "max_tokens": limits.max_tokens,
         "num_candidates": limits.draws,

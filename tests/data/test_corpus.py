@@ -134,6 +134,7 @@ BAD_LINES = {
 }
 MORE_BAD_LINES = [
     (b"[1]", "not an object with fields but a list"),
+    (b"[", "a .json, too, holds one record on each line, as `jq -c '.[]'` writes"),
     (b'{"text": null}', "NoneType"),
     (b'{"text": ' + b"[" * 100_000, "more than 300 levels"),
     (b'{"text": "[[", "n": ' + b"[" * 300 + b"]" * 300 + b"}", "more than 300 levels"),
@@ -345,6 +346,18 @@ def test_of_each_source_of_a_mixture_an_only_document_is_cut(tmp_path):
     assert [cut.name for cut in corpus.cut] == ["a.txt"]
     assert [len(source) for source in corpus.sources] == [1, 1]
     assert len(corpus.validation) == 2
+
+
+def test_a_split_that_holds_out_much_of_little_text_is_told(tmp_path):
+    large, small = sorted(["corpus.txt", "extra.txt"], key=corpus_lib._hash)
+    (tmp_path / large).write_text("x" * 5000)
+    (tmp_path / small).write_text("y" * 10)
+    corpus = load_corpus(data_config(tmp_path / "*.txt", holdout_every=20))
+    # Neither is held out by its hash, so the one of the smaller hash is.
+    assert not any(is_held_out(name, 20) for name in (large, small))
+    assert corpus.uneven == ((2, 5010, 1, 5000),)
+    (tmp_path / large).write_text("x")
+    assert load_corpus(data_config(tmp_path / "*.txt", holdout_every=4)).uneven == ()
 
 
 def test_a_document_too_short_to_hold_out_its_end_is_refused(tmp_path):

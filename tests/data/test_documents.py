@@ -1,5 +1,6 @@
 """Documents from files: every format gives the same documents; damage is an error or counted, never ignored."""
 
+import codecs
 import collections
 import gzip
 import json
@@ -11,6 +12,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from calm_jax.data import documents as documents_lib
 from calm_jax.data import files as files_lib
 from calm_jax.data.documents import Document, Reading, read_documents
 from calm_jax.data.files import find_files
@@ -186,6 +188,23 @@ def test_a_line_that_is_too_long_is_left_out_whole(tmp_path, monkeypatch):
     assert skipped == {"long line": 2}
     with pytest.raises(UserError, match=f"a.jsonl, line {len(TEXTS) + 1}: .*longer than 1 MiB"):
         read(tmp_path / "a.jsonl")
+
+
+def test_a_text_that_is_too_long_is_to_be_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(files_lib, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(documents_lib, "MOST_BYTES", 1 << 20)
+    (tmp_path / "a.txt").write_bytes(b"x" * (1 << 20) + b"x")
+    with pytest.raises(UserError, match=r"a\.txt: .*longer than 1 MiB: split the file, as `split "):
+        read(tmp_path / "a.txt")
+
+
+def test_a_byte_order_mark_is_no_text_and_tells_utf16(tmp_path):
+    for content in (codecs.BOM_UTF8 + b"a text", b"a text"):
+        (tmp_path / "a.txt").write_bytes(content)
+        assert [document.text for document in read(tmp_path / "a.txt")[0]] == ["a text"]
+    (tmp_path / "a.txt").write_text("a text", encoding="utf-16")
+    with pytest.raises(UserError, match=r"byte 0 is not valid UTF-8 .iconv -f utf-16 -t utf-8"):
+        read(tmp_path / "a.txt")
 
 
 def test_a_line_as_long_as_the_limit_is_read(tmp_path, monkeypatch):

@@ -34,6 +34,14 @@ def packed(documents, config, chunk_size=4, seed=0, keep_remainder=True) -> Bloc
 # --- Packing ------------------------------------------------------------------------------------
 
 
+def test_published_packing_of_too_little_text_is_refused():
+    with pytest.raises(
+        UserError, match="the text has no group of 1000 documents that fills a block"
+    ):
+        packed([[1, 2]] * 3, block_config(block_tokens=16, packing="published"))
+    assert len(packed([[1, 2]] * 3, block_config(block_tokens=8, packing="published"))) == 1
+
+
 def test_encoding_keeps_the_order_of_many_documents():
     documents = [Document(str(number), f"text {number}") for number in range(600)]
     encoded = encode_documents([document.text for document in documents], BYTES)

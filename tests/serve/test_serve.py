@@ -295,6 +295,9 @@ DEEP = b'{"prompt": ' + 4000 * b"[" + 4000 * b"]" + b"}"
         ({"prompt": [-1]}, "prompt 0: token id -1 is not in the vocabulary"),
         ({"prompt": [10**40]}, "prompt 0: token id 1000"),
         ({"prompt": "a" * 200}, "prompt 0 has 201 tokens; at most 100"),
+        # A prompt counts once, whatever n is.
+        ({"prompt": ["a", "a" * 200], "n": 3}, "prompt 1 has 201 tokens; at most 100"),
+        ({"prompt": [[5], [-1]], "n": 3}, "prompt 1: token id -1 is not in the vocabulary"),
         ({"prompt": ["a"] * 9}, "9 prompts with n=1: at most 8 texts can be asked for here"),
         ({"prompt": "a", "n": 0}, "n=0 must be at least 1"),
         ({"prompt": "a", "n": 10**30}, "1 prompt with n=1000"),
@@ -356,6 +359,15 @@ def test_bad_requests_are_refused_with_status_400_and_a_reason(port, body, messa
     assert answer["error"]["param"] in (None, "n", "prompt", name)
     assert name != "prompt" or answer["error"]["param"] == "prompt"
     assert len(json.dumps(answer)) < 1000
+
+
+def test_a_request_without_max_tokens_leaves_room_in_a_short_context():
+    generator = tiny(block_tokens=16).generator()
+    generator.options = dataclasses.replace(generator.options, max_tokens=128, temperature=1.0)
+    with serving(generator) as port:
+        status, _, answer = send(port, {"prompt": "abc"})
+    assert status == 200, answer
+    assert answer["usage"]["completion_tokens"] == 8
 
 
 def test_a_value_of_any_depth_is_refused(port):
