@@ -69,9 +69,9 @@ def read_corpus(config: Config, stages: Collection[str]) -> Corpus:
         )
     for split in corpus.uneven:
         print(
-            f"data: {split.held_out_documents:,} of {counted(split.documents, 'document')}, with {split.held_out:,} of "
-            f"{split.characters:,} characters, are held out for validation, more than one in data.holdout_every="
-            f"{config.data.holdout_every}: name text to score on with --config.data.validation_files=GLOB, and nothing is held out"
+            f"data: held out for validation: {split.held_out_documents:,} of {counted(split.documents, 'document')}, with "
+            f"{split.held_out:,} of {split.characters:,} characters, more than one in data.holdout_every="
+            f"{config.data.holdout_every}; if text is named to score on (--config.data.validation_files=GLOB), nothing is held out"
         )
     return corpus
 
