@@ -1,4 +1,4 @@
-"""Arms of the comparison of K = 1, 2, 4, 8 with the baseline at equal training FLOPs (docs/comparison.md).
+"""Arms of the comparison of K = 1, 2, 4, 8 with the baseline at equal FLOPs of stage 2 (docs/comparison.md).
 
     python -m benchmarks.learning --arms=benchmarks/comparison.py[:FLOPS] --folder=DIR --seeds=0,1,2
 

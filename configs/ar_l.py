@@ -1,6 +1,6 @@
 """Transformer-L, the autoregressive baseline: 847.0M parameters (849M in the paper's table 1; published BrierLM 8.98 after 250k steps).
 
-launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.json --parts=ar  # once
+launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.jsonl --parts=ar  # once
 python -m calm_jax.main --config=configs/ar_l.py
 """
 

@@ -1,6 +1,6 @@
 """Transformer-M, the autoregressive baseline: 465M parameters (paper, table 1; published BrierLM 7.07 after 250k steps).
 
-launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.json --parts=ar  # once
+launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.jsonl --parts=ar  # once
 python -m calm_jax.main --config=configs/ar_m.py
 """
 

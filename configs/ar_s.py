@@ -1,6 +1,6 @@
 """Transformer-S, the autoregressive baseline: 282.0M parameters (paper, table 1; published BrierLM 6.05 after 250k steps).
 
-launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.json --parts=ar  # once
+launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.jsonl --parts=ar  # once
 python -m calm_jax.main --config=configs/ar_s.py
 """
 

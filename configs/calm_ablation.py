@@ -1,6 +1,6 @@
 """The model of the paper's ablations: 12 layers of width 768 (published BrierLM 4.70 after 50k steps).
 
-launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.json --parts=autoencoder,lm  # once
+launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.jsonl --parts=autoencoder,lm  # once
 python -m calm_jax.main --config=configs/calm_ablation.py
 """
 

@@ -1,6 +1,6 @@
 """CALM-M: 371.7M parameters (paper, table 1; published BrierLM 5.72 after 250k steps).
 
-launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.json --parts=autoencoder,lm  # once
+launch/prepare_pile.sh --pile=DIR --tokenizer=tokenizer.model --validation=wikitext.jsonl --parts=autoencoder,lm  # once
 python -m calm_jax.main --config=configs/calm_m.py
 """
 

@@ -208,13 +208,14 @@ def _read(command: pathlib.Path) -> bytes:
 
 # Faults that need the right to mount a tmpfs.
 _MOUNTED = ("full", "readonly")
-# A trial of each fault: most with an export, the shortest command that starts JAX; a power cut to a training, and changed text to a
-# preparation. tests/run/test_recipe.py kills and stops a training, and tests/parallel/test_processes.py one of two processes that
-# train together.
+# A trial of each fault: most with an export, the shortest command that starts JAX; a power cut to a training; and what is about
+# child processes, with a server and a preparation. tests/run/test_recipe.py kills and stops a training, and
+# tests/parallel/test_processes.py one of two processes that train together.
 _CAMPAIGN = {
     "train": ("cut",),
-    "prepare": ("source",),
-    "export": ("kill", "term", "int", "stop", "orphan", "two", "clock", *_MOUNTED),
+    "serve": ("kill",),
+    "prepare": ("term", "source"),
+    "export": ("kill", "int", "stop", "orphan", "two", "clock", *_MOUNTED),
 }
 
 

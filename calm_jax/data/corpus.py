@@ -133,7 +133,7 @@ class Corpus:
         validation: the documents to score on; if some are records with prompts, these alone.
         skipped: the number of records left out, by reason.
         cut: the documents whose end is held out because each is the only document of its source.
-        uneven: the splits of few documents that hold out more than twice the share asked for.
+        uneven: the splits into documents that hold out more than twice the share asked for.
     """
 
     sources: tuple[Source, ...]
@@ -433,7 +433,7 @@ def _hold_out(
 ) -> tuple[list[Source], list[Document], list[Cut], list[Uneven]]:
     """Moves a part of every source to the validation text: some documents, or the end of a source's only document.
 
-    Returns `(sources, validation, cut, uneven)`: what is left of the sources, the validation text, and the last two fields of
+    Returns `(sources, validation, cut, uneven)`: what is left of the sources, the validation text, and `cut` and `uneven` of
     `Corpus`.
     """
     kept: list[Source] = []
@@ -446,8 +446,7 @@ def _hold_out(
             train, held_out = _split(documents, config.holdout_every)
             all_characters, characters = _characters(documents), _characters(held_out)
             if characters * config.holdout_every > 2 * all_characters:
-                sizes = len(documents), all_characters, len(held_out), characters
-                uneven.append(Uneven(*sizes))
+                uneven.append(Uneven(len(documents), all_characters, len(held_out), characters))
         else:
             (document,) = documents
             end = _cut_end(document.text, config.holdout_every)

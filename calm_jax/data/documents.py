@@ -100,7 +100,7 @@ def _field(record: Any, reading: Reading, option: str) -> str:
         detail = f"no field {name!r}: {reading.flags}{option}=NAME takes another"
         if reading.prompt_field:
             detail += (
-                "; text without prompts, in a mixture, is .txt files, prepared text or stdlib:"
+                "; text without prompts, in a mixture, is .txt files, prepared text or 'stdlib:'"
             )
         raise BadRecord("missing field", detail)
     text = record[name]
@@ -149,9 +149,8 @@ def _parse(line: bytes, name: str, reading: Reading) -> Document:
     except UnicodeDecodeError as error:
         raise _not_utf8(error) from error
     except ValueError as error:  # malformed, or a number of more digits than Python converts
-        hint = ""
-        if line.strip() in (b"[", b"{", b"[{"):
-            hint = f"; {_ONE_A_LINE}, as `jq -c '.[]'` writes those of a list"
+        command = {b"[": "jq -c '.[]'", b"[{": "jq -c '.[]'", b"{": "jq -c ."}.get(line.strip())
+        hint = f"; {_ONE_A_LINE}, as `{command}` writes" if command else ""
         raise BadRecord("malformed JSON", f"not valid JSON ({error}){hint}") from error
     return _document(record, name, reading)
 
@@ -164,7 +163,7 @@ def _read_text(file: str, name: str) -> Iterator[_Item]:
     with opened(file) as source:
         text = source.read(MOST_BYTES + 1)
     if len(text) > MOST_BYTES:
-        yield None, too_long("text")
+        yield None, too_long("text", ": split it, as `split -C 200m --additional-suffix=.txt` does")
         return
     try:
         # The bytes are decoded here, because a file opened in text mode turns every line end into "\n". Some editors begin a file

@@ -225,13 +225,8 @@ def lines_from(
             yield place, line
 
 
-def too_long(what: str) -> BadRecord:
-    """The bad record for a "line" or "text" of more than `MOST_BYTES`."""
-    way_out = (
-        ": split the file, as `split -C 200m --additional-suffix=.txt` does"
-        if what == "text"
-        else ""
-    )
+def too_long(what: str, way_out: str = "") -> BadRecord:
+    """The bad record for a "line" or "text" of more than `MOST_BYTES`. way_out: what to do about it, after a colon."""
     return BadRecord(f"long {what}", f"the {what} is longer than {MOST_BYTES >> 20} MiB{way_out}")
 
 

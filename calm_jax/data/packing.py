@@ -215,8 +215,8 @@ def pack(
     framed = [frame.around(ids, frame.draw_front(rng), tokenizer) for ids in encoded]
     block, pad_id = config.block_tokens, tokenizer.pad_id
     if config.packing == "published":
-        framed = list(whole_blocks(framed, block))
-        if not framed:
+        num_tokens, framed = sum(map(len, framed)), list(whole_blocks(framed, block))
+        if num_tokens >= block and not framed:
             raise UserError(
                 f"{name} has no group of {PUBLISHED_GROUP} documents that fills a block of {block} tokens, and packing='published' "
                 "drops what is left of each group: give packing='windows' in the section `data` of the stage"

@@ -145,8 +145,10 @@ class Generator:
         pieces = self._pieces(rows, CHUNKS_PER_CALL)
         return (piece.continuation for piece in pieces if piece.is_last)
 
-    def rows(self, prompts: Sequence[Prompt], options: SampleConfig, seed: int) -> list[Row]:
-        """The prompts as rows of a `ContinuousBatch` of this model. Raises `UserError` as `generate` does."""
+    def rows(
+        self, prompts: Sequence[Prompt], options: SampleConfig, seed: int, texts_per_prompt: int = 1
+    ) -> list[Row]:
+        """The prompts as rows of a `ContinuousBatch` of this model, each as often as it has texts. Raises `UserError` as `generate` does."""
         if isinstance(prompts, str):
             raise UserError(f"prompts={prompts!r} must be a list of prompts: [{prompts!r}]")
         check_sampler("sampler", options.sampler)
@@ -154,13 +156,13 @@ class Generator:
         if self.has_autoencoder:
             options.check_token_prior(self._config.lm.token_prior_weight)
         require_seed("seed", seed)
-        # A prompt that is in the list more than once, as the same object, is encoded once.
-        encoded: dict[int, list[int]] = {}
         rows = []
-        for index, prompt in enumerate(prompts):
-            if id(prompt) not in encoded:
-                encoded[id(prompt)] = self._encode(index, prompt)
-            rows.append(self._row(index, prompt, encoded[id(prompt)], options, seed))
+        for number, prompt in enumerate(prompts):
+            ids = self._encode(number, prompt)
+            for index in range(number * texts_per_prompt, (number + 1) * texts_per_prompt):
+                continuation, chunk_size = Continuation(index, prompt), self.task.chunk_size
+                rows.append(Row(continuation, ids, self.tokenizer, chunk_size, options, seed))
+            self._check_length(number, rows[-1], options)
         return rows
 
     def batch(self, num_places: int) -> ContinuousBatch:
@@ -208,20 +210,15 @@ class Generator:
             )
         return ", ".join(parts)
 
-    def _row(
-        self, index: int, prompt: Prompt, ids: list[int], options: SampleConfig, seed: int
-    ) -> Row:
-        row = Row(
-            Continuation(index, prompt), ids, self.tokenizer, self.task.chunk_size, options, seed
-        )
+    def _check_length(self, number: int, row: Row, options: SampleConfig) -> None:
+        """Raises `UserError` if a text of the prompt of this number exceeds the model's context, and must not slide."""
         needed = row.prompt_chunks + row.new_chunks
         if options.long_context == "refuse" and needed > self.max_chunks:
             raise UserError(
-                f"prompt {index} has {len(ids)} tokens; with max_tokens={options.max_tokens} that makes {needed} chunks "
+                f"prompt {number} has {len(row.ids)} tokens; with max_tokens={options.max_tokens} that makes {needed} chunks "
                 f"of {self.task.chunk_size}, and the model's context is {self.max_chunks}: shorten one of them, or let "
                 "the context slide with long_context='slide' (the command's --long_context=slide)"
             )
-        return row
 
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
         """A prompt's token ids: bos and the text's tokens, or the ids as they were given."""

@@ -39,6 +39,7 @@ from calm_jax.serve.request import (
     Limits,
     RequestError,
     asked_model,
+    default_options,
     load,
     parse,
     refused,
@@ -148,7 +149,7 @@ class _Server:
                 "is_calm": one.generator.has_autoencoder,
                 "chunk_size": one.generator.task.chunk_size,
                 "samplers": list(SAMPLERS),
-                "options": dataclasses.asdict(one.generator.options),
+                "options": dataclasses.asdict(default_options(one.generator, one.limits)),
                 "limits": dataclasses.asdict(one.limits),
             },
         }
@@ -228,13 +229,8 @@ class _Server:
         """Tokenises the prompts, and gives them to the model's engine if there is room."""
         served, engine = self._models[model], self._engines[model]
         try:
-            if asked.texts_per_prompt > 1:
-                # A message counts these prompts, and not the texts.
-                once = asked.prompts[:: asked.texts_per_prompt]
-                await run_in_threadpool(served.generator.rows, once, asked.options, asked.seed)
-            rows = await run_in_threadpool(
-                served.generator.rows, asked.prompts, asked.options, asked.seed
-            )
+            arguments = asked.prompts, asked.options, asked.seed, asked.texts_per_prompt
+            rows = await run_in_threadpool(served.generator.rows, *arguments)
         except UserError as error:
             raise refused(error) from error
         most = served.limits.prompt_tokens

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from calm_jax.cli.progress import counted
-from calm_jax.errors import UserError, nearest, shortened
+from calm_jax.errors import UserError, nearest, require_seed, shortened
 from calm_jax.run.continuation import Prompt
 from calm_jax.run.generator import Generator
 from calm_jax.sampling.config import CALM_ONLY, SampleConfig
@@ -103,10 +103,10 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-    """A checked request. The response has the texts of `Generator.generate(prompts, options, seed)`.
+    """A checked request. The response has the texts of `Generator.generate` for these prompts, each `texts_per_prompt` times in the list.
 
     Attributes:
-      prompts: each `texts_per_prompt` times, one after the other.
+      prompts: the prompts.
       texts_per_prompt: the request's `n`.
       options: how to sample.
       seed: the seed of the request, or a random one.
@@ -114,7 +114,7 @@ class CompletionRequest:
       include_usage: whether a stream ends with the counts of tokens.
     """
 
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     texts_per_prompt: int
     options: SampleConfig
     seed: int
@@ -155,8 +155,11 @@ def parse(fields: dict[str, Any], generator: Generator, limits: Limits) -> Compl
         most = counted(limits.texts, "text")
         raise RequestError(400, f"{asked}: at most {most} can be asked for here", "n")
     seed = _field(fields, "seed", int)
-    if seed is not None and not 0 <= seed < 2**32:
-        raise RequestError(400, f"seed={seed} must be in [0, 2**32)", "seed")
+    if seed is not None:
+        try:
+            require_seed("seed", seed)
+        except UserError as error:
+            raise refused(error) from error
     stream_options = _field(fields, "stream_options", dict) or {}
     for name, value in stream_options.items():
         # OpenAI's include_obfuscation pads events, to hide their sizes from observers. It is accepted only where it is off.
@@ -169,7 +172,7 @@ def parse(fields: dict[str, Any], generator: Generator, limits: Limits) -> Compl
     # Checked, but not used.
     _field(fields, "user", str)
     return CompletionRequest(
-        [prompt for prompt in prompts for _ in range(num)],
+        prompts,
         num,
         _options(fields, generator, limits),
         secrets.randbelow(2**32) if seed is None else seed,
@@ -265,6 +268,15 @@ def _prompts(prompt: Any) -> Sequence[Prompt]:
     )
 
 
+def default_options(generator: Generator, limits: Limits) -> SampleConfig:
+    """The options of a request without any. A text takes at most half of a context that does not slide, which leaves room for a prompt."""
+    options = generator.options
+    most = limits.max_tokens
+    if options.long_context == "refuse":
+        most = min(most, max(1, generator.max_chunks * generator.task.chunk_size // 2))
+    return dataclasses.replace(options, max_tokens=min(options.max_tokens, most))
+
+
 def _options(fields: dict[str, Any], generator: Generator, limits: Limits) -> SampleConfig:
     given = {name: _field(fields, name, kind) for name, kind in _OPTIONS.items()}
     given = {name: value for name, value in given.items() if value is not None}
@@ -284,9 +296,6 @@ def _options(fields: dict[str, Any], generator: Generator, limits: Limits) -> Sa
                     400, f"stop must be made of strings of up to {_LONGEST_STOP} characters", "stop"
                 )
         given["stop"] = tuple(stop)
-    # At most half of the context, which leaves room for a prompt.
-    half = max(1, generator.max_chunks * generator.task.chunk_size // 2)
-    given.setdefault("max_tokens", min(generator.options.max_tokens, limits.max_tokens, half))
     bounds = {
         "max_tokens": limits.max_tokens,
         "num_candidates": limits.draws,
@@ -298,7 +307,7 @@ def _options(fields: dict[str, Any], generator: Generator, limits: Limits) -> Sa
                 400, f"{name}={given[name]} must be at most {most} on this server", name
             )
     try:
-        return dataclasses.replace(generator.options, **given)
+        return dataclasses.replace(default_options(generator, limits), **given)
     except UserError as error:
         raise refused(error) from error
 

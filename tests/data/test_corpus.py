@@ -135,6 +135,7 @@ BAD_LINES = {
 MORE_BAD_LINES = [
     (b"[1]", "not an object with fields but a list"),
     (b"[", "a .json, too, holds one record on each line, as `jq -c '.[]'` writes"),
+    (b"{", "a .json, too, holds one record on each line, as `jq -c .` writes"),
     (b'{"text": null}', "NoneType"),
     (b'{"text": ' + b"[" * 100_000, "more than 300 levels"),
     (b'{"text": "[[", "n": ' + b"[" * 300 + b"]" * 300 + b"}", "more than 300 levels"),

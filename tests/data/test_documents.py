@@ -194,7 +194,7 @@ def test_a_text_that_is_too_long_is_to_be_split(tmp_path, monkeypatch):
     monkeypatch.setattr(files_lib, "MOST_BYTES", 1 << 20)
     monkeypatch.setattr(documents_lib, "MOST_BYTES", 1 << 20)
     (tmp_path / "a.txt").write_bytes(b"x" * (1 << 20) + b"x")
-    with pytest.raises(UserError, match=r"a\.txt: .*longer than 1 MiB: split the file, as `split "):
+    with pytest.raises(UserError, match=r"a\.txt: .*longer than 1 MiB: split it, as `split "):
         read(tmp_path / "a.txt")
 
 

@@ -38,7 +38,7 @@ def test_published_packing_of_too_little_text_is_refused():
     with pytest.raises(
         UserError, match="the text has no group of 1000 documents that fills a block"
     ):
-        packed([[1, 2]] * 3, block_config(block_tokens=16, packing="published"))
+        packed([[1, 2]] * 2000, block_config(block_tokens=4096, packing="published"))
     assert len(packed([[1, 2]] * 3, block_config(block_tokens=8, packing="published"))) == 1
 
 

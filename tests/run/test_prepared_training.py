@@ -77,6 +77,25 @@ def test_prepared_text_gives_the_same_batches_as_its_files(texts, folders, stage
     np.testing.assert_array_equal(*(token[token != MASKED] for token in tokens))
 
 
+@pytest.mark.parametrize(
+    "files, line",
+    [
+        (
+            {"only": 2000},
+            "only.txt is the only document: the last 100 of its 2,000 characters are held",
+        ),
+        ({"a": 2000, "b": 3000, "c": 10}, "held out for validation: 1 of 3 documents, with "),
+    ],
+)
+def test_a_run_says_what_of_little_text_it_holds_out(files, line, tmp_path, capsys):
+    for name, number in files.items():
+        (tmp_path / f"{name}.txt").write_text("x" * number)
+    tree = tiny_recipe.get_config(f"{tmp_path}/*.txt")
+    tree.data.holdout_every = 20
+    read_corpus(resolve(tree), ("lm",))
+    assert line in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("order", ["short first", "long first"])
 def test_the_floor_of_large_text_counts_n_grams_of_all_its_parts(order, tmp_path, monkeypatch):
     """Of few documents, of which one is far longer: no more n-grams than the limit, and mostly those of the long one."""

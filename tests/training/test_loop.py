@@ -14,6 +14,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from calm_jax.build import make_autoencoder_task, make_lm_task
@@ -125,6 +126,7 @@ EIGHT_DEVICES = """
 import json, sys
 import jax
 import numpy as np
+import optax
 from tests.training.test_loop import MESHES, ON_MESHES, first_moments, run_steps
 assert len(jax.devices()) == 8
 by_name = {}
@@ -217,7 +219,7 @@ def fragile_run(bad_steps: set[int], steps: int, max_nonfinite_steps: int, overf
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 4])
-def test_the_loss_is_traced_once_for_its_step_and_not_for_a_new_state(accumulation_steps):
+def test_loss_and_update_are_traced_once_for_their_step_and_not_for_a_new_state(accumulation_steps):
     calls = []
 
     class Counting(Fragile):
@@ -229,10 +231,17 @@ def test_the_loss_is_traced_once_for_its_step_and_not_for_a_new_state(accumulati
     settings = dataclasses.replace(config.lm.training, accumulation_steps=accumulation_steps)
     task, optimizer = Counting(), make_optimizer(config.lm.optimizer, 100)
     batch = make_batch(4)
+    updates = []
+
+    def update(*arguments):
+        updates.append(1)
+        return optimizer.update(*arguments)
+
+    counting = optax.GradientTransformation(optimizer.init, update)
     state = init_state(task, optimizer, KEY, make_mesh(config.mesh))
     assert not calls
-    jax.jit(make_step(task, optimizer, settings, KEY, BYTES.pad_id)).lower(state, {}, batch)
-    assert len(calls) == 1
+    jax.jit(make_step(task, counting, settings, KEY, BYTES.pad_id)).lower(state, {}, batch)
+    assert len(calls) == len(updates) == 1
 
 
 @pytest.mark.parametrize("name", ["autoencoder", "lm", "lm,token_predictor", "lm,head=softmax"])
