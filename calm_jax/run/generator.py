@@ -162,7 +162,7 @@ class Generator:
             for index in range(number * texts_per_prompt, (number + 1) * texts_per_prompt):
                 continuation, chunk_size = Continuation(index, prompt), self.task.chunk_size
                 rows.append(Row(continuation, ids, self.tokenizer, chunk_size, options, seed))
-            self._check_length(number, rows[-1], options)
+            self._check_length(number, rows[-1])
         return rows
 
     def batch(self, num_places: int) -> ContinuousBatch:
@@ -210,12 +210,12 @@ class Generator:
             )
         return ", ".join(parts)
 
-    def _check_length(self, number: int, row: Row, options: SampleConfig) -> None:
+    def _check_length(self, number: int, row: Row) -> None:
         """Raises `UserError` if a text of the prompt of this number exceeds the model's context, and must not slide."""
         needed = row.prompt_chunks + row.new_chunks
-        if options.long_context == "refuse" and needed > self.max_chunks:
+        if row.options.long_context == "refuse" and needed > self.max_chunks:
             raise UserError(
-                f"prompt {number} has {len(row.ids)} tokens; with max_tokens={options.max_tokens} that makes {needed} chunks "
+                f"prompt {number} has {len(row.ids)} tokens; with max_tokens={row.options.max_tokens} that makes {needed} chunks "
                 f"of {self.task.chunk_size}, and the model's context is {self.max_chunks}: shorten one of them, or let "
                 "the context slide with long_context='slide' (the command's --long_context=slide)"
             )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from calm_jax.cli.progress import counted
-from calm_jax.errors import UserError, nearest, require_seed, shortened
+from calm_jax.errors import UserError, nearest, shortened
 from calm_jax.run.continuation import Prompt
 from calm_jax.run.generator import Generator
 from calm_jax.sampling.config import CALM_ONLY, SampleConfig
@@ -134,7 +134,7 @@ def asked_model(fields: dict[str, Any], names: Sequence[str]) -> str:
 
 
 def parse(fields: dict[str, Any], generator: Generator, limits: Limits) -> CompletionRequest:
-    """Checks a request, except the tokens of its prompts.
+    """Checks a request, except the tokens of its prompts and the range of its seed, which `Generator.rows` checks.
 
     Args:
       fields: the fields of the body, from `load`.
@@ -155,11 +155,6 @@ def parse(fields: dict[str, Any], generator: Generator, limits: Limits) -> Compl
         most = counted(limits.texts, "text")
         raise RequestError(400, f"{asked}: at most {most} can be asked for here", "n")
     seed = _field(fields, "seed", int)
-    if seed is not None:
-        try:
-            require_seed("seed", seed)
-        except UserError as error:
-            raise refused(error) from error
     stream_options = _field(fields, "stream_options", dict) or {}
     for name, value in stream_options.items():
         # OpenAI's include_obfuscation pads events, to hide their sizes from observers. It is accepted only where it is off.

@@ -126,7 +126,6 @@ EIGHT_DEVICES = """
 import json, sys
 import jax
 import numpy as np
-import optax
 from tests.training.test_loop import MESHES, ON_MESHES, first_moments, run_steps
 assert len(jax.devices()) == 8
 by_name = {}
